@@ -1,0 +1,39 @@
+# Everything runs in .venv, made on first use: nothing but Python >= 3.11, pip and make is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: run test check proto bench bench-peers clean
+
+run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
+	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## lint, types, import direction, fresh stubs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/generate_stubs.py --check
+
+proto: $(STAMP)  ## generate the stubs anew from proto/
+	$(BIN)/python scripts/generate_stubs.py
+
+bench: $(STAMP)  ## measure beside the peers that are installed, and write docs/benchmarks.md (half an hour)
+	$(BIN)/python benchmarks/run.py
+
+bench-peers:  ## install TensorFlow, Ray, torch and Dask into .venv-peers, for bench
+	$(PYTHON) benchmarks/install_peers.py .venv-peers
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pscluster needs Python 3.11 or newer; try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
