@@ -1,0 +1,324 @@
+from pscluster.v1 import definition_pb2 as _definition_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class UpdateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UPDATE_KIND_UNSPECIFIED: _ClassVar[UpdateKind]
+    ASSIGN: _ClassVar[UpdateKind]
+    ADD: _ClassVar[UpdateKind]
+    SUB: _ClassVar[UpdateKind]
+    MUL: _ClassVar[UpdateKind]
+    DIV: _ClassVar[UpdateKind]
+    MIN: _ClassVar[UpdateKind]
+    MAX: _ClassVar[UpdateKind]
+    APPLY_GRADIENT: _ClassVar[UpdateKind]
+UPDATE_KIND_UNSPECIFIED: UpdateKind
+ASSIGN: UpdateKind
+ADD: UpdateKind
+SUB: UpdateKind
+MUL: UpdateKind
+DIV: UpdateKind
+MIN: UpdateKind
+MAX: UpdateKind
+APPLY_GRADIENT: UpdateKind
+
+class AxisSplit(_message.Message):
+    __slots__ = ("ends",)
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    ends: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ends: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class VariableSpec(_message.Message):
+    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    SPLITS_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
+    TRAINABLE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    splits: _containers.RepeatedCompositeFieldContainer[AxisSplit]
+    owners: _containers.RepeatedScalarFieldContainer[int]
+    trainable: bool
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ...) -> None: ...
+
+class OptimizerSpec(_message.Message):
+    __slots__ = ("id", "name", "rule", "numbers", "flags", "iterations", "schedule", "ema_momentum", "options")
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class FlagsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bool
+        def __init__(self, key: _Optional[str] = ..., value: bool = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    EMA_MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    name: str
+    rule: str
+    numbers: _containers.ScalarMap[str, float]
+    flags: _containers.ScalarMap[str, bool]
+    iterations: int
+    schedule: str
+    ema_momentum: float
+    options: str
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., rule: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., flags: _Optional[_Mapping[str, bool]] = ..., iterations: _Optional[int] = ..., schedule: _Optional[str] = ..., ema_momentum: _Optional[float] = ..., options: _Optional[str] = ...) -> None: ...
+
+class Rows(_message.Message):
+    __slots__ = ("all", "slices", "ids", "leading")
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LEADING_FIELD_NUMBER: _ClassVar[int]
+    all: bool
+    slices: Slices
+    ids: int
+    leading: int
+    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., leading: _Optional[int] = ...) -> None: ...
+
+class AxisSlice(_message.Message):
+    __slots__ = ("start", "step", "count")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    step: int
+    count: int
+    def __init__(self, start: _Optional[int] = ..., step: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class Slices(_message.Message):
+    __slots__ = ("axes",)
+    AXES_FIELD_NUMBER: _ClassVar[int]
+    axes: _containers.RepeatedCompositeFieldContainer[AxisSlice]
+    def __init__(self, axes: _Optional[_Iterable[_Union[AxisSlice, _Mapping]]] = ...) -> None: ...
+
+class ReadItem(_message.Message):
+    __slots__ = ("variable", "shard", "rows", "optimizer", "slot")
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    variable: int
+    shard: int
+    rows: Rows
+    optimizer: int
+    slot: str
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., slot: _Optional[str] = ...) -> None: ...
+
+class ReadRequest(_message.Message):
+    __slots__ = ("job", "items")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    items: _containers.RepeatedCompositeFieldContainer[ReadItem]
+    def __init__(self, job: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ReadItem, _Mapping]]] = ...) -> None: ...
+
+class ReadReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UpdateItem(_message.Message):
+    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar")
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    NTH_FIELD_NUMBER: _ClassVar[int]
+    VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCALAR_FIELD_NUMBER: _ClassVar[int]
+    variable: int
+    shard: int
+    kind: UpdateKind
+    rows: Rows
+    optimizer: int
+    nth: int
+    value_bytes: int
+    scalar: bool
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ...) -> None: ...
+
+class UpdateRequest(_message.Message):
+    __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    incarnation: int
+    function: int
+    sequence: int
+    settled: int
+    items: _containers.RepeatedCompositeFieldContainer[UpdateItem]
+    def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ..., function: _Optional[int] = ..., sequence: _Optional[int] = ..., settled: _Optional[int] = ..., items: _Optional[_Iterable[_Union[UpdateItem, _Mapping]]] = ...) -> None: ...
+
+class UpdateReply(_message.Message):
+    __slots__ = ("applied", "repeated_")
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    REPEATED__FIELD_NUMBER: _ClassVar[int]
+    applied: int
+    repeated_: int
+    def __init__(self, applied: _Optional[int] = ..., repeated_: _Optional[int] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("kind", "message")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    message: str
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Request(_message.Message):
+    __slots__ = ("id", "read", "update", "create", "total_bytes", "last", "pad", "payload")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    CREATE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    read: ReadRequest
+    update: UpdateRequest
+    create: CreateRequest
+    total_bytes: int
+    last: bool
+    pad: bytes
+    payload: bytes
+    def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateRequest, _Mapping]] = ..., create: _Optional[_Union[CreateRequest, _Mapping]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class Reply(_message.Message):
+    __slots__ = ("id", "read", "update", "refusal", "create", "total_bytes", "last", "pad", "payload")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    CREATE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    read: ReadReply
+    update: UpdateReply
+    refusal: Refusal
+    create: CreateReply
+    total_bytes: int
+    last: bool
+    pad: bytes
+    payload: bytes
+    def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadReply, _Mapping]] = ..., update: _Optional[_Union[UpdateReply, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., create: _Optional[_Union[CreateReply, _Mapping]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class Initializer(_message.Message):
+    __slots__ = ("name", "numbers", "function")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    numbers: str
+    function: _definition_pb2.Definition
+    def __init__(self, name: _Optional[str] = ..., numbers: _Optional[str] = ..., function: _Optional[_Union[_definition_pb2.Definition, _Mapping]] = ...) -> None: ...
+
+class CreateRequest(_message.Message):
+    __slots__ = ("job", "variable", "optimizer", "initializer", "rule")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZER_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    variable: VariableSpec
+    optimizer: OptimizerSpec
+    initializer: Initializer
+    rule: _definition_pb2.Definition
+    def __init__(self, job: _Optional[int] = ..., variable: _Optional[_Union[VariableSpec, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., rule: _Optional[_Union[_definition_pb2.Definition, _Mapping]] = ...) -> None: ...
+
+class CreateReply(_message.Message):
+    __slots__ = ("unresolved",)
+    UNRESOLVED_FIELD_NUMBER: _ClassVar[int]
+    unresolved: str
+    def __init__(self, unresolved: _Optional[str] = ...) -> None: ...
+
+class DeleteRequest(_message.Message):
+    __slots__ = ("job", "name")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    name: str
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class DeleteReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("job", "variables", "optimizers")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    variables: _containers.RepeatedScalarFieldContainer[str]
+    optimizers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[int] = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("variables", "optimizers")
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
+    variables: _containers.RepeatedCompositeFieldContainer[VariableSpec]
+    optimizers: _containers.RepeatedCompositeFieldContainer[OptimizerSpec]
+    def __init__(self, variables: _Optional[_Iterable[_Union[VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[OptimizerSpec, _Mapping]]] = ...) -> None: ...
+
+class CloseIncarnationRequest(_message.Message):
+    __slots__ = ("job", "incarnation")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    incarnation: int
+    def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class CloseIncarnationReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FinishFunctionsRequest(_message.Message):
+    __slots__ = ("job", "starts", "stops")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    STOPS_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    stops: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FinishFunctionsReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,178 @@
+from pscluster.v1 import definition_pb2 as _definition_pb2
+from pscluster.v1 import value_pb2 as _value_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Resource(_message.Message):
+    __slots__ = ("id", "definition", "seed")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DEFINITION_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    definition: str
+    seed: int
+    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class UploadRequest(_message.Message):
+    __slots__ = ("incarnation", "definition", "resource", "attachments", "total_bytes", "last", "pad", "payload")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DEFINITION_FIELD_NUMBER: _ClassVar[int]
+    RESOURCE_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    definition: _definition_pb2.Definition
+    resource: Resource
+    attachments: Attachments
+    total_bytes: int
+    last: bool
+    pad: bytes
+    payload: bytes
+    def __init__(self, incarnation: _Optional[int] = ..., definition: _Optional[_Union[_definition_pb2.Definition, _Mapping]] = ..., resource: _Optional[_Union[Resource, _Mapping]] = ..., attachments: _Optional[_Union[Attachments, _Mapping]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class Attachments(_message.Message):
+    __slots__ = ("function", "sizes", "position")
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    function: int
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    position: int
+    def __init__(self, function: _Optional[int] = ..., sizes: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ...) -> None: ...
+
+class UploadReply(_message.Message):
+    __slots__ = ("unresolved",)
+    UNRESOLVED_FIELD_NUMBER: _ClassVar[int]
+    unresolved: str
+    def __init__(self, unresolved: _Optional[str] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("function", "definition", "attempt", "arguments", "want_result")
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    DEFINITION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    WANT_RESULT_FIELD_NUMBER: _ClassVar[int]
+    function: int
+    definition: str
+    attempt: int
+    arguments: _value_pb2.Value
+    want_result: bool
+    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ...) -> None: ...
+
+class StepsRequest(_message.Message):
+    __slots__ = ("incarnation", "position", "steps")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    position: int
+    steps: _containers.RepeatedCompositeFieldContainer[Step]
+    def __init__(self, incarnation: _Optional[int] = ..., position: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[Step, _Mapping]]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("module", "qualname", "message", "arguments", "traceback")
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    QUALNAME_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    module: str
+    qualname: str
+    message: str
+    arguments: _value_pb2.Value
+    traceback: str
+    def __init__(self, module: _Optional[str] = ..., qualname: _Optional[str] = ..., message: _Optional[str] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., traceback: _Optional[str] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("function", "kind", "value", "failure", "attachments", "seconds")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Outcome.Kind]
+        DONE: _ClassVar[Outcome.Kind]
+        FAILED: _ClassVar[Outcome.Kind]
+        RETURNED: _ClassVar[Outcome.Kind]
+        CANCELLED: _ClassVar[Outcome.Kind]
+    KIND_UNSPECIFIED: Outcome.Kind
+    DONE: Outcome.Kind
+    FAILED: Outcome.Kind
+    RETURNED: Outcome.Kind
+    CANCELLED: Outcome.Kind
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    function: int
+    kind: Outcome.Kind
+    value: _value_pb2.Value
+    failure: Failure
+    attachments: Attachments
+    seconds: float
+    def __init__(self, function: _Optional[int] = ..., kind: _Optional[_Union[Outcome.Kind, str]] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., attachments: _Optional[_Union[Attachments, _Mapping]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class StepsReply(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
+
+class RecallRequest(_message.Message):
+    __slots__ = ("incarnation", "functions", "positions", "cancel_running")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    functions: _containers.RepeatedScalarFieldContainer[int]
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    cancel_running: bool
+    def __init__(self, incarnation: _Optional[int] = ..., functions: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., cancel_running: bool = ...) -> None: ...
+
+class RecallReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DownloadRequest(_message.Message):
+    __slots__ = ("incarnation", "function")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    function: int
+    def __init__(self, incarnation: _Optional[int] = ..., function: _Optional[int] = ...) -> None: ...
+
+class DownloadReply(_message.Message):
+    __slots__ = ("total_bytes", "last", "pad", "payload")
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    total_bytes: int
+    last: bool
+    pad: bytes
+    payload: bytes
+    def __init__(self, total_bytes: _Optional[int] = ..., last: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("incarnation", "resources", "definitions")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RESOURCES_FIELD_NUMBER: _ClassVar[int]
+    DEFINITIONS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    resources: _containers.RepeatedScalarFieldContainer[int]
+    definitions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, incarnation: _Optional[int] = ..., resources: _Optional[_Iterable[int]] = ..., definitions: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
