@@ -1,0 +1,191 @@
+"""Dialling: channel options, the handshake, and waiting for peers with a line that names who is missing."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+import tenacity
+
+from pscluster.core.cluster import split_address
+from pscluster.core.errors import PsClusterError, UnavailableError, from_rpc
+from pscluster.core.rpc import Stub
+from pscluster.v1 import node_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Nothing we send in one message comes near it; what is larger goes in frames."""
+
+MAX_INLINE_BYTES = MAX_MESSAGE_BYTES // 2
+"""Of one function's arguments or result, what travels beside the message not counted; several may share one."""
+
+NODE_SERVICE = node_pb2.DESCRIPTOR.services_by_name["Node"]
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A restarted peer is found within seconds, not after grpc's two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # also how long one attempt may take, on a busy machine
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # Lenient, and matched by the servers': a process that holds the GIL for seconds is not dead.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Every channel its own connection: bulk must not delay control.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A peer whose machine is gone says no goodbye: without this it would hold the role for hours.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+_HELLO_SECONDS = 5.0
+_REMIND_SECONDS = 10.0  # how often somebody who waits is told for whom, and what is seen of them
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """A task of the cluster and where it listens."""
+
+    role: str
+    index: int
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.index} at {self.address}"
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A channel of its own connection to the address; nothing is dialled before the first call."""
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def say_hello(
+    channel: grpc.Channel,
+    peer: PeerAddress,
+    ours: node_pb2.Identity,
+    metadata: tuple[tuple[str, str], ...],
+    timeout: float = _HELLO_SECONDS,
+) -> node_pb2.Identity:
+    """The handshake; the peer's identity. Raises our error for whatever goes wrong.
+
+    A server in the peer's place that has another role is refused too: two lines of TF_CONFIG were swapped.
+    """
+    try:
+        reply = Stub(channel, NODE_SERVICE).hello(
+            node_pb2.HelloRequest(identity=ours), timeout=timeout, metadata=metadata
+        )
+    except grpc.RpcError as error:
+        raise from_rpc(error, str(peer)) from None
+    theirs: node_pb2.Identity = reply.identity
+    if (theirs.role, theirs.index) != (peer.role, peer.index):
+        raise PsClusterError(
+            f"{peer.address} should be {peer.role} {peer.index}, but {theirs.name} answers there: "
+            "compare the cluster in TF_CONFIG on both"
+        )
+    return theirs
+
+
+def explain(address: str) -> str:
+    """Why nobody answers at an address, as far as a plain connection can tell."""
+    host, port = split_address(address)
+    try:
+        with socket.create_connection((host, port), timeout=2.0):
+            return "something listens there, but it does not answer as a pscluster role"
+    except socket.gaierror as error:
+        return f"the host {host} does not resolve ({error.strerror})"
+    except ConnectionRefusedError:
+        return "nothing listens there"
+    except OSError as error:
+        return f"no connection: {error.strerror or error}"
+
+
+def _seen(peers: Iterable[PeerAddress]) -> str:
+    peers = list(peers)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        reasons = pool.map(lambda peer: explain(peer.address), peers)
+        return "; ".join(f"{peer}: {reason}" for peer, reason in zip(peers, reasons, strict=True))
+
+
+def wait_for_peers(
+    peers: Iterable[PeerAddress],
+    ours: node_pb2.Identity,
+    metadata: tuple[tuple[str, str], ...],
+    *,
+    timeout: float,
+    stop: threading.Event | None = None,
+    purpose: str = "",
+) -> dict[PeerAddress, node_pb2.Identity]:
+    """Shake hands with all the peers, however late they start. Returns their identities.
+
+    Logs who is missing whenever that changes and, as a warning, once it has lasted. Raises UnavailableError,
+    naming the missing and what was seen of each, when `timeout` seconds have passed or `stop` is set; a refusal
+    (token, version, another role) is raised at once: waiting does not mend it.
+    """
+    missing = {peer: open_channel(peer.address) for peer in peers}
+    total = len(missing)
+    found: dict[PeerAddress, node_pb2.Identity] = {}
+    stop = stop or threading.Event()
+    began = time.monotonic()
+    remind_at = began + _REMIND_SECONDS
+    last_said: list[PeerAddress] = []
+    prefix = f"{purpose}: " if purpose else ""
+
+    def greet(peer: PeerAddress) -> node_pb2.Identity | None:
+        left = began + timeout - time.monotonic()
+        try:
+            return say_hello(missing[peer], peer, ours, metadata, min(_HELLO_SECONDS, max(left, 0.5)))
+        except UnavailableError:
+            return None
+
+    def try_once() -> None:
+        nonlocal last_said, remind_at
+        asked = list(missing)
+        for peer, identity in zip(asked, pool.map(greet, asked), strict=True):
+            if identity is not None:
+                found[peer] = identity
+                missing.pop(peer).close()
+        if missing:
+            names, now = list(missing), time.monotonic()
+            if names != last_said:
+                last_said = names
+                logger.info("%swaiting for %s", prefix, ", ".join(map(str, names)))
+            if now >= remind_at and not stop.is_set():
+                remind_at = now + _REMIND_SECONDS
+                logger.warning("%sstill waiting after %.0f s for %s", prefix, now - began, _seen(names))
+            raise UnavailableError("not all are there")
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(UnavailableError),
+        wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
+        stop=tenacity.stop_after_delay(timeout) | tenacity.stop_when_event_set(stop),
+        sleep=tenacity.sleep_using_event(stop),
+    )
+    try:
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="hello") as pool:  # one that hangs delays no other
+            retrying(try_once)
+    except tenacity.RetryError:
+        why = "stopped while waiting" if stop.is_set() else f"gave up after {timeout:g} s"
+        raise UnavailableError(f"{why}: {len(missing)} of {total} tasks are missing: {_seen(missing)}") from None
+    finally:
+        for channel in missing.values():
+            channel.close()
+    return found

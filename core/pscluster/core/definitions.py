@@ -1,0 +1,326 @@
+"""Definitions: functions and classes that travel once, and are then referred to by their digest.
+
+By reference, where the worker can find the very same: a name in a module that it can import, or in the user's
+script where loading that does nothing but define (`pscluster.core.scripts` says when). The file's digest
+goes along, so that a worker with another version says so. By value, as a cloudpickle, in all other cases, and
+when a worker answers that it can't follow the reference.
+
+What is captured is what is there at that moment: a function by value is pickled when it is captured. A
+function by reference is pickled only if a worker asks for it.
+
+One class never goes both ways to one worker, as the two would be different classes to `isinstance`: classes
+of the script always go by value, those of a module by reference unless it holds handles or the worker has
+not got it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pscluster.core.errors import ProtocolError, PsClusterError
+from pscluster.core.handles import Handle
+from pscluster.core.pickles import dump, load, module_name_of
+from pscluster.core.scripts import MAIN, UnresolvedReference, load_script, loaded_scripts, script_file
+from pscluster.core.sources import digest_of, is_library, reaches_handle, source_of
+from pscluster.core.value_records import is_record_class
+from pscluster.core.values import HandleResolver, RecordResolver, describe, imported_class
+from pscluster.v1 import definition_pb2
+
+__all__ = [
+    "CapturedFunction",
+    "UnresolvedReference",
+    "capture",
+    "class_definition",
+    "needs_definition",
+    "record_resolver",
+    "resolve",
+]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CapturedFunction:
+    """A function (or class) as it was when it was captured."""
+
+    digest: str
+    """SHA-256, hex. The same function captured again, unchanged, has the same."""
+    name: str
+    """For people."""
+    by_reference: definition_pb2.Definition | None
+    """The definition to try first, if it may go by reference."""
+
+    _function: Any  # only of one by reference: the others may be forgotten, as a cache of these by function wants
+    _origin: dict[str, str]
+    _pickles: list[bytes] = field(default_factory=list)
+    _handles: tuple[Handle, ...] = ()  # what it captured stays in use for as long as it may be sent
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def by_value(self) -> bytes:
+        """The pickle. Of a function by reference it is made now, with all that it uses of its own module.
+
+        Raises:
+            TypeError: it can't be pickled.
+        """
+        with self._lock:
+            if not self._pickles:
+                self._pickles.append(dump(self._function, self.name, whole=True).data)
+            return self._pickles[0]
+
+    def forms(self) -> Iterator[definition_pb2.Definition]:
+        """The definitions to send a worker, in this order, for as long as it answers `unresolved`.
+
+        First by reference, if it may go so. Then by value, with what it uses of its own module by name; last,
+        for a worker that lacks that module, by value with that too.
+
+        Raises:
+            TypeError: it turns out that it can't be pickled.
+        """
+        if self.by_reference is not None:
+            yield self.by_reference
+        self.by_value()
+        pickles = list(self._pickles)
+        for pickled in pickles:
+            form = definition_pb2.Definition(digest=self.digest, pickle=pickled, **self._origin)
+            if pickled is pickles[-1]:
+                form.source_digest = ""  # it brings what it needs of that module
+            yield form
+
+    def __repr__(self) -> str:
+        way = "by value" if self.by_reference is None else "by reference"
+        return f"<CapturedFunction {self.name} {way}, {self.digest[:12]}>"
+
+
+def capture(function: Any) -> CapturedFunction:
+    """Capture a function, or whatever else can be called, with what it refers to.
+
+    Raises:
+        TypeError: it can't be called, or something it captured can't be sent. The message names the variable.
+    """
+    if not callable(function):
+        raise TypeError(f"{describe(function)} can't be scheduled: pass a function")
+    name = _name_of(function)
+    reference = _reference_to(function)
+    if reference is not None:
+        return CapturedFunction(reference.digest, name, reference, function, _origin(function))
+    dumped = dump(function, name)
+    pickles, origin = [dumped.data], _origin(function)
+    if dumped.names_own_module and not is_library(module_name_of(function)):
+        # Made now, not when a worker asks for it: what was captured may change. If it can't be made, the
+        # worker needs the module.
+        with contextlib.suppress(TypeError):
+            pickles.append(dump(function, name, whole=True).data)
+    digest = hashlib.sha256(dumped.data).hexdigest()
+    return CapturedFunction(digest, name, None, None, origin, pickles, dumped.handles)
+
+
+def class_definition(cls: type) -> CapturedFunction:
+    """Capture a class whose instances are to be sent, so that workers can be told of it like of a function.
+
+    Raises:
+        TypeError: no class, or one that can't be sent.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"{describe(cls)} is no class")
+    return capture(cls)
+
+
+def needs_definition(cls: type) -> bool:
+    """May a worker be unable to find this class by its name? True for all but those of installed modules."""
+    return not is_library(cls.__module__)
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return str(name).rpartition("<locals>.")[2]
+
+
+def _reference_to(function: Any) -> definition_pb2.Definition | None:
+    module_name = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", None)
+    if not isinstance(module_name, str) or not isinstance(qualname, str):
+        return None
+    if module_name == MAIN:
+        if (script := script_file(function)) is None or reaches_handle(function):
+            return None
+        return _definition(MAIN, qualname, *script)
+    module = sys.modules.get(module_name)
+    if module is None or not _is_found(function, module, qualname) or reaches_handle(function):
+        return None
+    path = source_of(module)
+    if path is None:
+        return _definition(module_name, qualname, None, "")
+    if not is_library(module_name) and not _as_written(function, path):
+        return None
+    return _definition(module_name, qualname, path, digest_of(path))
+
+
+def _origin(function: Any) -> dict[str, str]:
+    """Where a function by value comes from.
+
+    Beside that file a worker looks for modules that it can't find; and what the pickle names of the function's
+    own module must come from the same version of it.
+    """
+    module_name = module_name_of(function)
+    module = sys.modules.get(module_name)
+    path = source_of(module) if module is not None and not is_library(module_name) else None
+    if path is None:
+        return {"module": module_name}
+    digest = "" if module_name == MAIN else digest_of(path)
+    return {"module": module_name, "source_path": str(path), "source_digest": digest}
+
+
+def _definition(module: str, qualname: str, path: Path | None, source_digest: str) -> definition_pb2.Definition:
+    named = "\0".join(["reference", module, qualname, source_digest])
+    return definition_pb2.Definition(
+        digest=hashlib.sha256(named.encode()).hexdigest(),
+        module=module,
+        qualname=qualname,
+        source_path=str(path) if path else "",
+        source_digest=source_digest,
+    )
+
+
+def _is_found(function: Any, module: types.ModuleType, qualname: str) -> bool:
+    found: Any = module
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    # A bound method is a new object every time it is looked up.
+    return found is function or (isinstance(found, types.MethodType | types.BuiltinMethodType) and found == function)
+
+
+def _as_written(function: Any, path: Path) -> bool:
+    """Is the function's code still what its file says? It is not if the file was edited since, for one."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if not isinstance(code, types.CodeType) or Path(code.co_filename).absolute() != path:
+        return True  # a class, a decorator's wrapper: nothing to compare
+    try:
+        return code in _codes_in(compile(path.read_bytes(), str(path), "exec", dont_inherit=True))
+    except (OSError, SyntaxError, ValueError):
+        return False
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes_in(constant)
+
+
+def resolve(
+    definition: definition_pb2.Definition, pickle: bytes | memoryview, resolve_handle: HandleResolver
+) -> Callable[..., Any]:
+    """The function of a definition, on a worker: from its pickle, or without one by its reference.
+
+    Raises:
+        UnresolvedReference: it names something that is not here or is another version, or its pickle does.
+    """
+    try:
+        try:
+            found = _find(definition, pickle, resolve_handle)
+        except ModuleNotFoundError:
+            if not _look_further(definition):
+                raise
+            found = _find(definition, pickle, resolve_handle)
+    except PsClusterError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever modules do when they are imported, and classes when made
+        raise UnresolvedReference(
+            f"{definition.qualname or 'it'} can't be loaded on this worker ({type(error).__name__}: {error}): "
+            f"install what it imports there, or register the module with cloudpickle.register_pickle_by_value"
+        ) from error
+    if not callable(found):
+        raise UnresolvedReference(f"{definition.module}.{definition.qualname} can't be called here")
+    return found  # type: ignore[no-any-return]  # callable() narrows Any to Any
+
+
+def _find(definition: definition_pb2.Definition, pickle: bytes | memoryview, resolve_handle: HandleResolver) -> Any:
+    if data := pickle or definition.pickle:
+        if definition.source_digest:
+            _import(definition)
+        return load(data, resolve_handle)
+    if definition.module == MAIN:
+        found: Any = load_script(definition.source_path, definition.source_digest)
+    else:
+        found = _import(definition)
+    for name in definition.qualname.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            raise UnresolvedReference(f"{definition.module} has no {definition.qualname} here") from None
+    return found
+
+
+def _import(definition: definition_pb2.Definition) -> types.ModuleType:
+    module = importlib.import_module(definition.module)
+    if definition.source_digest:
+        path = source_of(module)
+        if path is None or digest_of(path) != definition.source_digest:
+            raise UnresolvedReference(f"module {definition.module} is another version here, at {path}")
+    return module
+
+
+def _look_further(definition: definition_pb2.Definition) -> bool:
+    """Import from where the coordinator does, as far as that is here, and from the worker's own folder too."""
+    path = Path(definition.source_path)
+    folders = [Path.cwd()]
+    if definition.source_path:
+        above = 0 if definition.module == MAIN else definition.module.count(".") + (path.name == "__init__.py")
+        folders.insert(0, path.parents[min(above, len(path.parents) - 1)])
+    new = [str(folder) for folder in folders if folder.is_dir() and str(folder) not in sys.path]
+    sys.path.extend(new)
+    importlib.invalidate_caches()
+    return bool(new)
+
+
+def record_resolver(definition: Callable[[str], Any] | None = None, *, may_import: bool = True) -> RecordResolver:
+    """How `decode` finds the classes of records: by definition if they have one, else by name.
+
+    Args:
+        definition: what was defined under a digest; it raises ProtocolError for one that it does not know.
+        may_import: a worker may import modules to find a class, as it runs what the coordinator says anyway.
+            The coordinator, which reads what workers say, must not.
+    """
+
+    def resolve_record(digest: str, module: str, qualname: str) -> type:
+        if digest and definition is not None:
+            found = definition(digest)
+            if not isinstance(found, type):
+                raise ProtocolError(f"{module}.{qualname} was defined as something that is no class")
+            return found
+        if may_import:
+            if module == MAIN:
+                return _class_of_script(qualname)
+            _try_import(module)
+        return imported_class(digest, module, qualname)
+
+    return resolve_record
+
+
+def _class_of_script(qualname: str) -> type:
+    for script in [*(module.__name__ for module in loaded_scripts()), MAIN]:
+        try:
+            found = imported_class("", script, qualname)
+        except ProtocolError:
+            continue
+        if is_record_class(found):
+            return found
+    raise ProtocolError(f"a record of the script's class {qualname}, which this worker was not told of")
+
+
+def _try_import(module: str) -> None:
+    if module not in sys.modules:
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            raise ProtocolError(f"a record of a class in {module}, which can't be imported here: {error}") from error

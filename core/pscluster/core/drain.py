@@ -1,0 +1,39 @@
+"""A gate that work passes through, and that can be closed and waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from pscluster.core.errors import PsClusterError
+
+
+class Drain:
+    """Counts what is under way. Once closed, refuses what is new and tells when the rest has ended."""
+
+    def __init__(self, refusal: Callable[[], PsClusterError]) -> None:
+        self._refusal = refusal
+        self._condition = threading.Condition()
+        self._under_way = 0
+        self._closed = False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Count the block as under way. Raises the refusal once closed."""
+        with self._condition:
+            if self._closed:
+                raise self._refusal()
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._under_way -= 1
+                self._condition.notify_all()
+
+    def close(self, timeout: float) -> bool:
+        """Refuse what is new, wait for the rest. False if some of it still ran when the time was over."""
+        with self._condition:
+            self._closed = True
+            return self._condition.wait_for(lambda: self._under_way == 0, timeout)

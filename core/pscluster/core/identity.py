@@ -1,0 +1,35 @@
+"""Who a process is: version, role, index, and an incarnation drawn afresh at every start."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from importlib import metadata
+
+from pscluster.core.errors import VersionMismatchError
+from pscluster.v1 import node_pb2
+
+VERSION = metadata.version("pscluster")
+
+
+def fresh_id() -> int:
+    """A random 63-bit number, never 0: an incarnation or a job."""
+    return secrets.randbits(62) + 1
+
+
+def make_identity(role: str, index: int) -> node_pb2.Identity:
+    """The identity of this process in a role."""
+    where = f"{socket.gethostname()}, pid {os.getpid()}"
+    return node_pb2.Identity(
+        version=VERSION, role=role, index=index, incarnation=fresh_id(), name=f"{role} {index} ({where})"
+    )
+
+
+def check_version(theirs: node_pb2.Identity, ours: node_pb2.Identity) -> None:
+    """Refuse a peer of another version with a sentence that names both."""
+    if theirs.version != ours.version:
+        raise VersionMismatchError(
+            f"{theirs.name or theirs.role or 'the caller'} runs pscluster {theirs.version or '(none given)'}, "
+            f"{ours.name} runs {ours.version}: install the same version on every task of the cluster"
+        )

@@ -1,0 +1,168 @@
+"""What every role answers: hello, status, a coordinator's attachment, the end of a job.
+
+States of a role, decided by `Attachment`, which is pure:
+
+    FREE --attach(job)--> HELD(job) --its stream ends--> FREE       the coordinator died or left
+                          HELD(job) --end(job)---------> FREE       the job is over: its state is dropped
+                          HELD(job) --attach(job)------> HELD(job)  the same coordinator, on a new connection
+                          HELD(job) --attach(other)----> refused, naming the holder
+
+A role keeps what it holds of a job after a detachment, until another job attaches or the job is ended: a dead
+coordinator's state is not thrown away before somebody else wants the place.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from pscluster.core.errors import BusyError, StaleError
+from pscluster.core.identity import check_version
+from pscluster.v1 import node_pb2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Attachment:
+    """Which coordinator holds the role. Pure; guarded by its owner's lock."""
+
+    role: str
+    job: int = 0
+    holder: str = ""
+    held: bool = False
+    number: int = 0  # of the attachment that holds, so that the late end of an earlier stream changes nothing
+
+    def attach(self, job: int, coordinator: str) -> bool:
+        """A coordinator takes the role. True if it brings a new job. BusyError while another one holds it."""
+        if self.held and job != self.job:
+            raise BusyError(
+                f"{self.role} works for {self.holder}; end that job, or give this coordinator a cluster of its own"
+            )
+        fresh = job != self.job
+        self.job, self.holder, self.held = job, coordinator, True
+        self.number += 1
+        return fresh
+
+    def detach(self, number: int) -> None:
+        """The stream of that attachment ended."""
+        if number == self.number:
+            self.held = False
+
+    def end(self, job: int) -> None:
+        """The job is over. StaleError if the role is held for another one."""
+        if self.held and job != self.job:
+            raise StaleError(f"{self.role} works for another job")
+        self.job, self.holder, self.held = 0, "", False
+
+
+class Role:
+    """What a role does when things happen to it. The base does nothing.
+
+    Called one at a time, under the node's lock: keep it short.
+    """
+
+    def job_began(self, request: node_pb2.AttachRequest) -> None:
+        """A coordinator brought a new job: drop what is left of the one before."""
+
+    def attached(self, request: node_pb2.AttachRequest) -> int:  # noqa: ARG002  (for those who override it)
+        """A coordinator took the role. The incarnation to work under, 0 if the role needs none."""
+        return 0
+
+    def job_ended(self) -> None:
+        """The job is over: drop its state."""
+
+    def describe(self, reply: node_pb2.StatusReply) -> None:
+        """Fill in what the role has to say of itself."""
+
+
+@dataclass
+class _Streams:
+    leaving: bool = False
+    open: set[threading.Event] = field(default_factory=set)
+
+
+class NodeService:
+    """Servicer of pscluster.v1.Node."""
+
+    def __init__(self, identity: node_pb2.Identity, role: Role, on_job_end: Callable[[], None]) -> None:
+        self.identity = identity
+        self._role = role
+        self._on_job_end = on_job_end
+        self._lock = threading.Lock()
+        self._attachment = Attachment(identity.name)
+        self._streams = _Streams()
+        self._started = time.monotonic()
+
+    def hello(self, request: node_pb2.HelloRequest, _context: grpc.ServicerContext) -> node_pb2.HelloReply:
+        """The handshake."""
+        check_version(request.identity, self.identity)
+        return node_pb2.HelloReply(identity=self.identity)
+
+    def status(self, _request: node_pb2.StatusRequest, _context: grpc.ServicerContext) -> node_pb2.StatusReply:
+        """How this task does."""
+        reply = node_pb2.StatusReply(identity=self.identity, uptime_seconds=time.monotonic() - self._started)
+        with self._lock:
+            reply.coordinator = self._attachment.holder if self._attachment.held else ""
+            reply.state = "serving" if self._attachment.held else "waiting for a coordinator"
+            if self._streams.leaving:
+                reply.state = "stopping"
+            self._role.describe(reply)
+        return reply
+
+    def attach(self, request: node_pb2.AttachRequest, context: grpc.ServicerContext) -> Iterator[node_pb2.AttachEvent]:
+        """Hold the role for a coordinator until either side ends the stream."""
+        check_version(request.coordinator, self.identity)
+        over = threading.Event()
+        with self._lock:
+            if self._attachment.attach(request.job, request.coordinator.name):
+                self._role.job_began(request)
+            number = self._attachment.number
+            incarnation = self._role.attached(request)
+            self._streams.open.add(over)
+            leaving = self._streams.leaving
+        # Called at once if the stream has ended already.
+        if not context.add_callback(over.set):
+            over.set()
+        logger.info("working for %s", request.coordinator.name)
+        try:
+            yield node_pb2.AttachEvent(
+                kind=node_pb2.AttachEvent.ATTACHED, identity=self.identity, incarnation=incarnation
+            )
+            while context.is_active():
+                if leaving:
+                    yield node_pb2.AttachEvent(kind=node_pb2.AttachEvent.LEAVING)
+                over.wait()
+                with self._lock:
+                    leaving = self._streams.leaving
+                    over.clear()
+                if not leaving:
+                    break
+        finally:
+            with self._lock:
+                self._streams.open.discard(over)
+                self._attachment.detach(number)
+                lost = self._attachment.job == request.job and not self._streams.leaving
+            if lost:
+                logger.info("%s is gone; its state is kept for now", request.coordinator.name)
+
+    def end_job(self, request: node_pb2.EndJobRequest, _context: grpc.ServicerContext) -> node_pb2.EndJobReply:
+        """The coordinator's script has ended."""
+        with self._lock:
+            self._attachment.end(request.job)
+            self._role.job_ended()
+        logger.info("the job is over: %s", request.reason or "no reason given")
+        self._on_job_end()
+        return node_pb2.EndJobReply()
+
+    def leave(self) -> None:
+        """Tell the attached coordinator that this role is about to stop."""
+        with self._lock:
+            self._streams.leaving = True
+            for over in self._streams.open:
+                over.set()

@@ -1,0 +1,292 @@
+"""A role's process: its server, its signals, its end.
+
+States: STARTING -> SERVING -> DRAINING -> STOPPED. SIGTERM, Ctrl-C, the end of the job (with --until-done) and
+the death of the parent (with --exit-with-parent) all ask for the same stop: health says NOT_SERVING, the
+coordinator is told that the role leaves, the role drains (what runs ends or is given back), the server
+closes, the exit code is 0. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from pscluster.core.channels import NODE_SERVICE, SERVER_OPTIONS
+from pscluster.core.cluster import Task, TFConfig, is_loopback, split_address
+from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.node import NodeService, Role
+from pscluster.core.process import configure_logging, tune_allocator
+from pscluster.core.rpc import generic_handler
+from pscluster.core.tokens import TokenInterceptor, create_token_file, load_token
+from pscluster.v1 import node_pb2
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 10.0
+_MAX_THREADS = 4096  # one for every open stream; they are made when needed
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOptions:
+    """How a role serves; see the command line's help for each."""
+
+    bind: str | None = None
+    token: str | None = None
+    insecure: bool = False
+    until_done: bool = False
+    exit_with_parent: bool = False
+    share_port: bool = False
+    connect_timeout: float = 600.0
+    grace: float = GRACE_SECONDS
+    log_level: str = "INFO"
+
+    def with_token(self, token: str | None) -> RoleOptions:
+        """The same with another token."""
+        return replace(self, token=token)
+
+
+log_level_option = click.option(
+    "--log-level",
+    default="INFO",
+    show_default=True,
+    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
+    help="Of what it writes to standard error.",
+)
+
+
+def role_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Click options that all roles share; the command receives one `RoleOptions`."""
+    decorators = [
+        click.option("--bind", metavar="HOST:PORT", help="Where to listen. Default: the task's own address."),
+        click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token."),
+        click.option("--create-token", is_flag=True, help="Create the token file first if it is missing."),
+        click.option("--insecure", is_flag=True, help="Listen off loopback without a token."),
+        click.option("--until-done", is_flag=True, help="Exit with 0 when the coordinator's job is over."),
+        click.option("--exit-with-parent", is_flag=True, help="Stop when standard input reaches its end."),
+        click.option("--share-port", is_flag=True, help="Listen on a port that the parent process reserved."),
+        click.option(
+            "--connect-timeout", default=600.0, show_default=True, help="Seconds to wait for the tasks it needs."
+        ),
+        click.option("--grace", default=GRACE_SECONDS, show_default=True, help="Seconds for what runs to end in."),
+        log_level_option,
+    ]
+
+    @functools.wraps(command)  # also hands on the options that the command has of its own
+    def receive(
+        *args: Any, token_file: Path | None, create_token: bool, **options: Any
+    ) -> None:  # the rest of the options and arguments is the command's own
+        names = RoleOptions.__dataclass_fields__
+        mine = {name: options.pop(name) for name in list(options) if name in names}
+        if create_token:
+            path = token_file or Path(os.environ.get("PSCLUSTER_TOKEN_FILE", ""))
+            if path == Path():
+                raise ConfigurationError("--create-token needs --token-file or PSCLUSTER_TOKEN_FILE to name the file")
+            create_token_file(path)
+        command(*args, options=RoleOptions(token=load_token(token_file), **mine), **options)
+
+    result: Callable[..., None] = receive
+    for decorate in reversed(decorators):
+        result = decorate(result)
+    return result
+
+
+def own_task(role: str) -> tuple[TFConfig, int]:
+    """TF_CONFIG and this task's index in it. ConfigurationError if it is not of that role."""
+    config = TFConfig.from_environ()
+    if config.task is None:
+        raise ConfigurationError(
+            f'TF_CONFIG: task is missing; this {role} needs one such as {{"task": {{"type": "{role}", "index": 0}}}}'
+        )
+    expect_type(config.task, role)
+    return config, config.task.index
+
+
+def expect_type(task: Task, job: str) -> None:
+    """ConfigurationError if the task is not one of that job."""
+    if task.type != job:
+        command = "coordinator" if job == "chief" else job
+        raise ConfigurationError(
+            f'TF_CONFIG: task.type is "{task.type}", but this is `pscluster {command}`; write, for example, '
+            f'{{"task": {{"type": "{job}", "index": 0}}}}'
+        )
+
+
+def listen_address(own: str | None, options: RoleOptions) -> str:
+    """Where to listen: --bind, or the own address (every interface where that is not loopback)."""
+    if options.bind is not None:
+        split_address(options.bind)
+        address = options.bind
+    elif own is not None:
+        host, port = split_address(own)
+        address = own if is_loopback(host) else f"0.0.0.0:{port}"
+    else:
+        raise ConfigurationError("the task has no address of its own in TF_CONFIG; give --bind HOST:PORT")
+    if not is_loopback(split_address(address)[0]) and options.token is None and not options.insecure:
+        raise ConfigurationError(
+            f"refusing to listen on {address} without a cluster token, where anybody could use this role: set "
+            "PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), listen on 127.0.0.1, or say --insecure"
+        )
+    return address
+
+
+class RoleServer:
+    """The gRPC server of a role: its own services, the node service and the standard health check."""
+
+    def __init__(
+        self,
+        identity: node_pb2.Identity,
+        role: Role,
+        services: Mapping[str, tuple[ServiceDescriptor, object]],
+        address: str,
+        options: RoleOptions,
+        on_job_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.node = NodeService(identity, role, on_job_end)
+        self._health = health.HealthServicer(
+            experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1)
+        )
+        interceptors: list[grpc.ServerInterceptor] = [TokenInterceptor(options.token)] if options.token else []
+        self._server = grpc.server(
+            ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc"),
+            interceptors=interceptors,
+            options=[*SERVER_OPTIONS, ("grpc.so_reuseport", int(options.share_port))],
+        )
+        self._server.add_generic_rpc_handlers((generic_handler(NODE_SERVICE, self.node),))
+        for descriptor, servicer in services.values():
+            self._server.add_generic_rpc_handlers((generic_handler(descriptor, servicer),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names = ["", *(descriptor.full_name for descriptor, _ in services.values())]
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.port = _bind(self._server, address)
+        if not is_loopback(split_address(address)[0]) and options.token is None:
+            logger.warning(
+                "listening on %s without a token (--insecure): anybody who reaches it can run code here", address
+            )
+        self._server.start()
+
+    def _set_health(self, status: int) -> None:
+        for name in self._names:
+            self._health.set(name, status)
+
+    def ready(self) -> None:
+        """From now on health checks say SERVING."""
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    def leave(self) -> None:
+        """Health says NOT_SERVING and the coordinator is told; calls are still answered."""
+        self._health.enter_graceful_shutdown()
+        self.node.leave()
+
+    def stop(self, grace: float) -> None:
+        """Refuse new calls, give the running ones `grace` seconds, close."""
+        self._server.stop(grace).wait()
+
+
+def _bind(server: grpc.Server, address: str) -> int:
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError:
+        raise PsClusterError(f"can't listen on {address}: {_why_not(address)}") from None
+
+
+def _why_not(address: str) -> str:
+    host, port = split_address(address)
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except socket.gaierror as error:
+        return f"the host {host} does not resolve ({error.strerror}); give an address of this machine with --bind"
+    except OSError as error:
+        if error.errno == 98 or "in use" in str(error):
+            return f"port {port} is in use by another process; stop it, or give another port"
+        return f"{error.strerror}; give an address of this machine and a port above 1023 with --bind"
+    return "gRPC could not bind it"
+
+
+class StopRequest:
+    """Set by whatever wants the role to stop; the first reason counts."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.reason = ""
+
+    def ask(self, reason: str) -> None:
+        """Ask for the stop."""
+        if not self.event.is_set():
+            self.reason = reason
+            self.event.set()
+
+    def on_signals(self) -> None:
+        """Let SIGTERM and SIGINT ask; a second one ends the process at once. Main thread only."""
+
+        def handle(number: int, _frame: object) -> None:
+            if self.event.is_set():
+                os._exit(128 + number)
+            self.ask(signal.Signals(number).name)
+
+        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGINT, handle)
+
+
+def on_parents_death(tell: Callable[[], None]) -> None:
+    """Call `tell`, on a thread, when standard input, a pipe that only the parent holds, reaches its end."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        tell()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def run_role(
+    role_name: str,
+    index: int,
+    options: RoleOptions,
+    serve: Callable[[StopRequest], Callable[[], None]],
+) -> None:
+    """The main of a ps or worker process: serve, wait for the stop, drain.
+
+    `serve` starts the role and returns what drains and closes it.
+    """
+    configure_logging(f"{role_name}/{index}", options.log_level)
+    tune_allocator()
+    stop = StopRequest()
+    stop.on_signals()
+    if options.exit_with_parent:
+        on_parents_death(lambda: stop.ask("the parent process is gone"))
+    close = serve(stop)
+    # Awake now and then: a signal that the kernel gave to another thread does not wake a thread that waits on a lock.
+    while not stop.event.wait(1.0):
+        pass
+    logger.info("stopping: %s", stop.reason)
+    code = 1
+    try:
+        close()
+        logger.info("stopped")
+        code = 0
+    except Exception:
+        logger.exception("could not stop in order")
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # whoever read it may be gone
+                stream.flush()
+        os._exit(code)  # a user's own threads (a data loader's) must not keep a stopped role alive

@@ -1,0 +1,205 @@
+"""Arrays on the wire: element types by name, bytes in C order and little-endian, all checked on the way in.
+
+What arrives is not believed: the bytes that came decide how much memory is taken, never a declared shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import re
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pscluster.core.dtypes import dtype_named, is_variable_dtype
+from pscluster.core.errors import MisuseError, ProtocolError
+
+Buffer = bytes | bytearray | memoryview
+
+_MAX_RANK = 64
+_MAX_ELEMENT = 1 << 20
+_NATIVE = "<" if sys.byteorder == "little" else ">"
+_NAMED = re.compile(
+    r"<U(?P<characters>\d{1,9})|S(?P<bytes>\d{1,9})"
+    r"|(datetime|timedelta)64(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+    r"|(?P<extension>(b?float|u?int)\d\w{0,20})",
+    re.ASCII,
+)
+
+# Names of dtypes whose arrays can be sent as they lie in memory. Filled as they are met.
+_names: dict[np.dtype[Any], str] = {}
+
+
+class UnsendableArrayError(TypeError):
+    """Elements of this type can't be sent. The message says what the array is and how to mend it."""
+
+
+def plain_name(dtype: np.dtype[Any]) -> str | None:
+    """The wire's name of a dtype whose elements lie in memory as on the wire. None: use `wire_form`."""
+    return _names.get(dtype)
+
+
+def wire_form(array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
+    """The wire's name of the array's dtype, and the array with its elements in the wire's byte order.
+
+    Raises:
+        UnsendableArrayError: objects, structures and platform-dependent numbers.
+    """
+    dtype = array.dtype
+    if dtype.itemsize == 0:
+        raise UnsendableArrayError("an array of empty elements, which can't be sent")
+    name = _name_of(dtype)
+    if dtype.byteorder == ">" or (dtype.byteorder == "=" and _NATIVE == ">"):
+        return name, array.astype(dtype.newbyteorder("<"))
+    _names[dtype] = name
+    return name, array
+
+
+def _name_of(dtype: np.dtype[Any]) -> str:
+    if is_variable_dtype(dtype):
+        return dtype.name
+    if dtype.kind in "SUMm" and dtype.itemsize <= _MAX_ELEMENT:
+        if dtype.kind == "U":
+            return f"<U{dtype.itemsize // 4}"
+        return f"S{dtype.itemsize}" if dtype.kind == "S" else dtype.name
+    if dtype.type.__module__.partition(".")[0] == "ml_dtypes":
+        return dtype.name
+    if dtype.kind == "O":
+        raise UnsendableArrayError("an array of Python objects, which can't be sent: pass a list, or numbers")
+    if dtype.names is not None:
+        raise UnsendableArrayError("a structured array, which can't be sent: pass its fields as a dict of arrays")
+    mend = "cast it to float64 or complex128" if dtype.kind in "fc" else "cast it to a plain dtype"
+    raise UnsendableArrayError(f"an array of dtype {dtype}, which can't be sent: {mend}")
+
+
+def scalar_form(scalar: np.generic) -> tuple[str, bytes]:
+    """The wire's name of a NumPy scalar's dtype, and its bytes.
+
+    Raises:
+        UnsendableArrayError: as `wire_form`.
+    """
+    dtype = scalar.dtype
+    if isinstance(scalar, np.str_):
+        return f"<U{len(scalar)}", scalar.encode("utf-32-le", "surrogatepass")
+    if isinstance(scalar, np.bytes_):
+        return f"S{len(scalar)}", bytes(scalar)
+    name = _names.get(dtype)
+    if name is None:
+        name = _name_of(dtype)
+        if _NATIVE == ">":
+            return name, np.asarray(scalar, dtype.newbyteorder("<")).tobytes()
+        _names[dtype] = name
+    return name, scalar.tobytes()
+
+
+def wire_bytes(array: NDArray[Any]) -> memoryview:
+    """The array's bytes in C order. A view of its memory where that is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The dtype of that name on the wire, in this machine's byte order.
+
+    Raises:
+        ProtocolError: no such name, or it needs the library ml_dtypes, which is not installed here.
+    """
+    match = _NAMED.fullmatch(name)
+    if match is None or name in ("bool", "complex64", "complex128"):
+        return dtype_named(name)
+    for group in ("characters", "bytes"):
+        if (size := match[group]) is not None:
+            if not 0 < int(size) <= _MAX_ELEMENT:
+                raise ProtocolError(f"elements of type {name!r} are empty or too long")
+            return np.dtype(name).newbyteorder("=")
+    if not match["extension"]:
+        try:
+            return np.dtype(name)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"there is no element type {name!r}: {error}") from None
+    return _extension_dtype(name)
+
+
+def _extension_dtype(name: str) -> np.dtype[Any]:
+    try:
+        return dtype_named(name)
+    except (MisuseError, ProtocolError):
+        pass
+    try:
+        scalar = getattr(importlib.import_module("ml_dtypes"), name, None)
+    except ImportError:
+        raise ProtocolError(
+            f"elements of type {name} need the library ml_dtypes, which is not installed here"
+        ) from None
+    if not (isinstance(scalar, type) and issubclass(scalar, np.generic)):
+        raise ProtocolError(f"there is no element type {name!r}")
+    return np.dtype(scalar)
+
+
+def array_from(name: str, shape: tuple[int, ...], data: Buffer, *, own: bool) -> NDArray[Any]:
+    """A writable array of these bytes. `own`: it may keep the buffer's memory, if writable and aligned.
+
+    Raises:
+        ProtocolError: the shape and the number of bytes contradict each other, or the elements are invalid.
+    """
+    dtype = dtype_of(name)
+    _check_size(name, shape, dtype.itemsize, data)
+    wire = dtype.newbyteorder("<") if _NATIVE == ">" else dtype
+    try:
+        array = np.frombuffer(data, wire).reshape(shape) if 0 not in shape else np.empty(shape, wire)
+    except (TypeError, ValueError, OverflowError) as error:  # such as (0, 2**63)
+        raise ProtocolError(f"an array of {name} can't have the shape {shape}: {error}") from None
+    _check_elements(array)
+    if own and wire is dtype and array.flags.writeable and array.flags.aligned:
+        return array
+    return array.copy() if wire is dtype else array.astype(dtype)
+
+
+def scalar_from(name: str, data: bytes) -> Any:
+    """One NumPy scalar.
+
+    Raises:
+        ProtocolError: as `array_from`.
+    """
+    # An array of text or bytes would lose zeros at an element's end, and has no empty elements.
+    if name.startswith("<U"):
+        if name == f"<U{len(data) // 4}":
+            try:
+                return np.str_(str(data, "utf-32-le", "surrogatepass"))
+            except UnicodeDecodeError:
+                pass
+        raise ProtocolError(f"a text of type {name[:40]!r} came with {len(data)} bytes, or no text")
+    if name.startswith("S"):
+        if name != f"S{len(data)}":
+            raise ProtocolError(f"bytes of type {name[:40]!r} came with {len(data)} bytes")
+        return np.bytes_(bytes(data))
+    dtype = dtype_of(name)
+    if len(data) != dtype.itemsize:
+        raise ProtocolError(f"a scalar of {name} came with {len(data)} bytes")
+    scalar = np.frombuffer(data, dtype.newbyteorder("<") if _NATIVE == ">" else dtype)
+    _check_elements(scalar)
+    return scalar[0]
+
+
+def _check_size(name: str, shape: tuple[int, ...], itemsize: int, data: Buffer) -> None:
+    if len(shape) > _MAX_RANK:
+        raise ProtocolError(f"an array of {len(shape)} dimensions")
+    came = data.nbytes if isinstance(data, memoryview) else len(data)
+    if math.prod(shape) * itemsize != came:
+        raise ProtocolError(f"an array of {name} and shape {shape} came with {came} bytes")
+
+
+def _check_elements(array: NDArray[Any]) -> None:
+    """Refuse bytes that are no such elements: NumPy takes them, then fails or lies when they are used."""
+    if array.dtype.kind not in "bU" or array.size == 0:
+        return
+    if array.dtype.kind == "b" and array.view(np.uint8).max() > 1:
+        raise ProtocolError("an array of bool holds a byte that is neither 0 nor 1")
+    if array.dtype.kind == "U":
+        order = array.dtype.byteorder.replace("=", _NATIVE)
+        if array.reshape(-1).view(f"{order}u4").max() > sys.maxunicode:
+            raise ProtocolError("an array of text holds a character that doesn't exist")

@@ -1,0 +1,172 @@
+"""Records on the wire: dataclass instances and named tuples, their class by name and their fields in order.
+
+Instances are taken apart and put together without running any of the class' own code, `__init__` and
+`__post_init__` included. So what is not a field can't travel, and an instance that has more is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pscluster.core.errors import ProtocolError
+
+MODULE_MARK = "__pscluster_module__"
+"""Global of a module that goes by another name here than elsewhere: that other name."""
+
+_PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made at run time, not a built-in type with a layout of its own
+
+
+class UnsendableRecordError(TypeError):
+    """Instances of this class, or this one, can't be sent. The message says what it is and how to mend it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How instances of a class are taken apart and put together."""
+
+    cls: type
+    module: str
+    qualname: str
+    fields: tuple[str, ...]
+    is_tuple: bool
+    known: frozenset[str]
+    """Fields, and names of cached properties, which are made anew where they are needed."""
+
+    def values(self, record: Any) -> Sequence[Any]:
+        """The values of the fields, in order.
+
+        Raises:
+            UnsendableRecordError: a field was never set, or the instance has attributes that are no fields.
+        """
+        if self.is_tuple:
+            return tuple(tuple.__iter__(record))
+        try:
+            values = [getattr(record, name) for name in self.fields]
+        except AttributeError as error:
+            raise UnsendableRecordError(f"lacks a field: {error}") from None
+        own = getattr(record, "__dict__", None)
+        if own and (more := [name for name in own.keys() - self.known if not name.startswith("__")]):
+            raise UnsendableRecordError(
+                f"has the attribute {min(more)!r}, which is no field and would be lost: declare it as a field"
+            )
+        return values
+
+    def build(self, fields: Sequence[str], values: Sequence[Any]) -> Any:
+        """An instance with these values, made without calling the class.
+
+        Raises:
+            ProtocolError: the names are not those of the class' fields.
+        """
+        if tuple(fields) != self.fields:
+            values = self._in_order(fields, values)
+        if self.is_tuple:
+            return tuple.__new__(self.cls, values)
+        try:
+            record: Any = object.__new__(self.cls)
+        except TypeError as error:  # abstract here, or derived from a class of an extension
+            raise ProtocolError(f"{self.module}.{self.qualname} can't be made from its fields: {error}") from None
+        for name, value in zip(self.fields, values, strict=True):
+            try:
+                object.__setattr__(record, name, value)
+            except Exception as error:  # a field that is a descriptor may raise anything
+                raise ProtocolError(f"field {name!r} of {self.module}.{self.qualname} can't be set: {error}") from error
+        return record
+
+    def _in_order(self, fields: Sequence[str], values: Sequence[Any]) -> Sequence[Any]:
+        by_name = dict(zip(fields, values, strict=True))
+        extra, missing = by_name.keys() - set(self.fields), set(self.fields) - by_name.keys()
+        if extra or missing or len(by_name) != len(values):
+            differences = [f"unknown {name!r}"[:60] for name in sorted(extra)[:5]]
+            differences += [f"missing {name!r}" for name in sorted(missing)[:5]]
+            raise ProtocolError(
+                f"the fields that came are not those of {self.module}.{self.qualname} here: "
+                f"{', '.join(differences) or 'a name came twice'}"
+            )
+        return [by_name[name] for name in self.fields]
+
+
+def is_record_class(cls: type) -> bool:
+    """A dataclass, or a class of named tuples?"""
+    return dataclasses.is_dataclass(cls) or _is_named_tuple(cls)
+
+
+def _is_named_tuple(cls: type) -> bool:
+    names = getattr(cls, "_fields", None)
+    return issubclass(cls, tuple) and isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+
+
+_layouts: dict[type, Layout] = {}
+
+
+def layout_of(cls: type) -> Layout:
+    """The layout of a record class.
+
+    Raises:
+        UnsendableRecordError: a dataclass whose instances need more than their fields, such as one that
+            derives from `dict` or from an exception.
+    """
+    layout = _layouts.get(cls)
+    if layout is None:
+        layout = _layouts[cls] = _layout(cls)
+    return layout
+
+
+def _layout(cls: type) -> Layout:
+    named_tuple = _is_named_tuple(cls) and not dataclasses.is_dataclass(cls)
+    if named_tuple:
+        fields: tuple[str, ...] = tuple(getattr(cls, "_fields"))  # noqa: B009
+    else:
+        fields = tuple(field.name for field in dataclasses.fields(cls))
+        for base in cls.__mro__[:-1]:
+            if not base.__flags__ & _PYTHON_CLASS:
+                raise UnsendableRecordError(
+                    f"is a {base.__name__} too, so its fields are not all of it: pass a dataclass that is not"
+                )
+    cached = {
+        name
+        for base in cls.__mro__
+        for name, attribute in vars(base).items()
+        if isinstance(attribute, functools.cached_property)
+    }
+    return Layout(cls, module_of(cls), cls.__qualname__, fields, named_tuple, frozenset(fields) | cached)
+
+
+def module_of(cls: type) -> str:
+    """The name under which other processes know the class' module."""
+    module = sys.modules.get(cls.__module__)
+    name = vars(module).get(MODULE_MARK) if module is not None else None
+    return name if isinstance(name, str) else cls.__module__
+
+
+def imported_class(definition: str, module: str, qualname: str) -> type:  # noqa: ARG001  (a RecordResolver)
+    """The class of that name in a module that is already imported. Nothing is imported, no code is run.
+
+    Raises:
+        ProtocolError: there is none.
+    """
+    found: Any = sys.modules.get(module)
+    if found is None:
+        raise ProtocolError(f"a record of class {module}.{qualname}, whose module is not imported here"[:500])
+    for name in qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(name)
+    if not isinstance(found, type):
+        raise ProtocolError(f"a record of class {module}.{qualname}, but there is no such class here"[:500])
+    return found
+
+
+def layout_for(cls: type) -> Layout:
+    """The layout of a class that the wire named.
+
+    Raises:
+        ProtocolError: it is no class of records, or one whose instances can't be made from their fields.
+    """
+    if not is_record_class(cls):
+        raise ProtocolError(f"{cls.__module__}.{cls.__qualname__} is neither a dataclass nor a named tuple here")
+    try:
+        return layout_of(cls)
+    except UnsendableRecordError as error:
+        raise ProtocolError(f"{cls.__module__}.{cls.__qualname__} {error}") from None
