@@ -1,0 +1,1 @@
+"""Parameter servers: shard store, update rules, service; and the client and handles that others use."""

@@ -1,0 +1,3 @@
+from pscluster.ps.main import main
+
+main()

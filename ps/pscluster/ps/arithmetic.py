@@ -1,0 +1,99 @@
+"""Operators of variables: they read the value, and the rest is NumPy's."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy.typing as npt
+
+from pscluster.core.errors import MisuseError
+
+
+def _value(operand: Any) -> Any:
+    return operand.read_value() if isinstance(operand, Arithmetic) else operand
+
+
+def _binary(name: str) -> Callable[[Any, Any], Any]:
+    function = getattr(operator, name)
+    return lambda self, other: function(self.read_value(), _value(other))
+
+
+def _reflected(name: str) -> Callable[[Any, Any], Any]:
+    function = getattr(operator, name)
+    return lambda self, other: function(other, self.read_value())
+
+
+def _in_place(sign: str, method: str = "assign") -> Callable[[Any, Any], Any]:
+    def refuse(self: Any, other: Any) -> Any:
+        del other
+        raise MisuseError(f"{self!r} can't be changed with {sign}: use its {method}(...)")
+
+    return refuse
+
+
+class Arithmetic:
+    """Mixin of whatever has `read_value`."""
+
+    # NumPy leaves `array + variable` to us.
+    __array_priority__ = 100
+    __array_ufunc__ = None
+
+    def read_value(self) -> npt.NDArray[Any]:
+        """The value."""
+        raise NotImplementedError
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("a variable's values live on the parameter servers: reading them always makes a copy")
+        value = self.read_value()
+        return value if dtype is None else value.astype(dtype, copy=False)
+
+    # Element by element, as NumPy and the peer have it; `is` tells whether two are the same variable.
+    __eq__, __ne__ = _binary("eq"), _binary("ne")
+
+    __hash__ = object.__hash__
+
+    __add__, __radd__ = _binary("add"), _reflected("add")
+    __sub__, __rsub__ = _binary("sub"), _reflected("sub")
+    __mul__, __rmul__ = _binary("mul"), _reflected("mul")
+    __truediv__, __rtruediv__ = _binary("truediv"), _reflected("truediv")
+    __floordiv__, __rfloordiv__ = _binary("floordiv"), _reflected("floordiv")
+    __mod__, __rmod__ = _binary("mod"), _reflected("mod")
+    __pow__, __rpow__ = _binary("pow"), _reflected("pow")
+    __matmul__, __rmatmul__ = _binary("matmul"), _reflected("matmul")
+    __and__, __rand__ = _binary("and_"), _reflected("and_")
+    __or__, __ror__ = _binary("or_"), _reflected("or_")
+    __xor__, __rxor__ = _binary("xor"), _reflected("xor")
+    __lshift__, __rlshift__ = _binary("lshift"), _reflected("lshift")
+    __rshift__, __rrshift__ = _binary("rshift"), _reflected("rshift")
+    __lt__, __le__, __gt__, __ge__ = _binary("lt"), _binary("le"), _binary("gt"), _binary("ge")
+
+    # Else `v += 1` would make `v` an array, and leave the variable as it is.
+    __iadd__, __isub__ = _in_place("+=", "assign_add"), _in_place("-=", "assign_sub")
+    __imul__, __itruediv__, __ifloordiv__ = _in_place("*="), _in_place("/="), _in_place("//=")
+    __imod__, __ipow__, __imatmul__ = _in_place("%="), _in_place("**="), _in_place("@=")
+    __iand__, __ior__, __ixor__ = _in_place("&="), _in_place("|="), _in_place("^=")
+    __ilshift__, __irshift__ = _in_place("<<="), _in_place(">>=")
+
+    def __neg__(self) -> npt.NDArray[Any]:
+        return -self.read_value()
+
+    def __pos__(self) -> npt.NDArray[Any]:
+        return +self.read_value()
+
+    def __invert__(self) -> npt.NDArray[Any]:
+        return ~self.read_value()
+
+    def __abs__(self) -> npt.NDArray[Any]:
+        return abs(self.read_value())
+
+    def __float__(self) -> float:
+        return float(self.read_value())
+
+    def __int__(self) -> int:
+        return int(self.read_value())
+
+    def __bool__(self) -> bool:
+        return bool(self.read_value())

@@ -1,0 +1,112 @@
+"""Initial values that are made on the server where they live: by its own initializers, or by the user's function."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.definitions import resolve
+from pscluster.core.dtypes import converted
+from pscluster.core.errors import InvalidUpdateError, MisuseError, PsClusterError
+from pscluster.core.geometry import Partition
+from pscluster.core.handles import Handle
+from pscluster.ps.initializers import from_spec
+from pscluster.v1 import ps_pb2
+
+Array = npt.NDArray[Any]
+Fill = Callable[[tuple[int, ...], tuple[int, ...], Array], None]
+"""(shape of the whole, where the block starts in it, the block to fill)"""
+
+
+def filler(initializer: ps_pb2.Initializer, pickle: memoryview, name: str) -> Fill:
+    """What fills a shard. UnresolvedReference if the function's reference leads nowhere here."""
+    if not initializer.HasField("function"):
+        try:
+            built_in = from_spec(initializer.name, json.loads(initializer.numbers or "{}"))
+        except (TypeError, ValueError, PsClusterError) as error:
+            raise InvalidUpdateError(f"variable {name!r}: {error}") from None
+        return lambda shape, start, out: built_in.generate(shape, out.dtype, start, out)
+    function = resolve(initializer.function, pickle, no_handles)
+    return lambda shape, start, out: _call(function, shape, start, out, name)
+
+
+def _call(function: Callable[..., Any], shape: tuple[int, ...], start: tuple[int, ...], out: Array, name: str) -> None:
+    arguments, part = _takes(function, shape, out.dtype)
+    if part == "none":
+        value = np.asarray(function(*arguments))
+    else:
+        value = np.asarray(function(*arguments, partition_shape=out.shape, partition_offset=start))
+    wanted = out.shape if part == "named" else shape
+    if part == "none" or (part == "any" and value.shape != out.shape):
+        index = tuple(slice(a, a + n) for a, n in zip(start, out.shape, strict=True))
+        with contextlib.suppress(ValueError):
+            value = np.broadcast_to(value, shape)[index]
+    if value.shape != out.shape:
+        raise ValueError(f"it gave an array of shape {value.shape} where {wanted} was asked for")
+    np.copyto(out, converted(value, out.dtype, name, "initial value"))
+
+
+def _takes(
+    function: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> tuple[tuple[object, ...], Literal["none", "named", "any"]]:
+    """The positional arguments for the function, and whether it asks for the part that is to be made.
+
+    The peer's users often give one that has its shape and dtype already, or takes any keywords.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return (shape, dtype), "none"
+    keywords = {"partition_shape": shape, "partition_offset": shape}
+    part: Literal["none", "named", "any"] = "none"
+    if keywords.keys() <= signature.parameters.keys():
+        part = "named"
+    elif any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+        part = "any"
+    try:
+        signature.bind(shape, dtype, **({} if part == "none" else keywords))
+    except TypeError:
+        return (), part
+    return (shape, dtype), part
+
+
+def born(
+    spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], owner: int, fill: Fill
+) -> dict[int, Array]:
+    """The initial values of the shards of one owner. InvalidUpdateError, naming the variable, if one can't be made."""
+    arrays = {}
+    for shard, where in enumerate(spec.owners):
+        if where != owner:
+            continue
+        block = partition.block(shard)
+        size = block.size * dtype.itemsize
+        too_large = InvalidUpdateError(
+            f"variable {spec.name!r}: ps {owner} has no memory for {size:,} bytes of it; cut it into more shards"
+        )
+        try:
+            arrays[shard] = np.empty(block.shape, dtype)
+        except (MemoryError, ValueError):  # ValueError if not even a number of bytes can be that large
+            raise too_large from None
+        try:
+            fill(partition.shape, block.start, arrays[shard])
+        except PsClusterError:
+            raise
+        except MemoryError:
+            raise too_large from None
+        except (Exception, SystemExit) as error:  # the user's function
+            raise InvalidUpdateError(
+                f"the initial value of variable {spec.name!r}, shard {shard}, could not be made on ps {owner}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return arrays
+
+
+def no_handles(kind: str, key: str) -> Handle:
+    """For `resolve`: what runs on a server has no handles."""
+    raise MisuseError(f"a function that runs on a parameter server can't use {kind} {key!r}")

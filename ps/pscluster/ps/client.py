@@ -1,0 +1,638 @@
+"""The client of the parameter servers: what a worker or a coordinator reads and updates goes through here.
+
+One request a server, all servers at once. Small requests go over sessions, long-lived streams that are taken
+from a pool for one exchange at a time; large reads and updates are streamed in frames on a channel of their
+own, so that they do not delay the small ones.
+
+A failed exchange is repeated under the same key, on a fresh connection, until `retry_seconds` have passed:
+the server drops what it has applied already. A server that comes back under another incarnation has lost its
+variables: that is an error at once, and names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import tenacity
+from grpc.experimental import ChannelOptions
+
+from pscluster.core.channels import CHANNEL_OPTIONS, PeerAddress, explain, open_channel, say_hello, wait_for_peers
+from pscluster.core.context import current_function
+from pscluster.core.errors import (
+    MisuseError,
+    ProtocolError,
+    PSUnavailableError,
+    StaleError,
+    UnavailableError,
+    from_kind,
+    from_rpc,
+)
+from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, unpack, view
+from pscluster.core.rpc import Stub
+from pscluster.ps.service import SERVICE, SESSION_BYTES
+from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
+
+_SLOWEST_BYTES_PER_SECOND = 5 << 20  # a transfer slower than this has hung
+
+
+@dataclass(slots=True)
+class ReadPart:
+    """One shard's share of a read: all of it, a range of rows, or rows by number."""
+
+    server: int
+    item: ps_pb2.ReadItem
+    out: memoryview  # flat, writable, exactly as long as the answer
+    ids: npt.NDArray[np.int64] | None = None
+
+
+@dataclass(slots=True)
+class UpdatePart:
+    """One shard's share of an update."""
+
+    server: int
+    item: ps_pb2.UpdateItem
+    values: memoryview
+    ids: npt.NDArray[np.int64] | None = None
+
+
+class Traffic(NamedTuple):
+    """Bytes that this process has moved from and to the parameter servers: values and row numbers, no headers."""
+
+    pulled: int
+    pushed: int
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        """What was moved since."""
+        return Traffic(self.pulled - earlier.pulled, self.pushed - earlier.pushed)
+
+
+def _padded(buffers: Iterable[memoryview]) -> list[Buffer]:
+    segments: list[Buffer] = []
+    for buffer in buffers:
+        segments.append(buffer)
+        if gap := padding(len(buffer)):
+            segments.append(bytes(gap))
+    return segments
+
+
+class _Watchdog:
+    """Cancels exchanges that overstay: a read on a stream has no timeout of its own."""
+
+    def __init__(self) -> None:
+        self._sessions: weakref.WeakSet[_Session] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, session: _Session) -> None:
+        with self._lock:
+            self._sessions.add(session)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="session-watchdog", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(0.5)
+            now = time.monotonic()
+            with self._lock:
+                late = [session for session in self._sessions if session.deadline < now]
+            for session in late:
+                session.give_up()
+
+
+_watchdog = _Watchdog()
+
+
+class _Session:
+    """One stream of request and reply in turn, used by one thread at a time."""
+
+    def __init__(self, stub: Stub, metadata: tuple[tuple[str, str], ...]) -> None:
+        outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outbox = outbox
+        self._call = stub.session(iter(outbox.get, None), metadata=metadata)
+        # Without the sentinel the thread that reads the outbox would never end.
+        if not self._call.add_callback(lambda: outbox.put(None)):
+            outbox.put(None)  # it has ended already
+        self.deadline = float("inf")
+        self._given_up = False
+        _watchdog.watch(self)
+
+    def send(self, data: bytes, timeout: float) -> None:
+        self.deadline = time.monotonic() + timeout
+        self._outbox.put(data)
+
+    def receive(self) -> bytes:
+        try:
+            data: bytes = next(self._call)
+        except StopIteration:
+            raise UnavailableError("the session was ended by the server") from None
+        except grpc.RpcError:
+            if self._given_up:
+                raise UnavailableError("no answer came in time") from None
+            raise
+        finally:
+            self.deadline = float("inf")
+        return data
+
+    def give_up(self) -> None:
+        self._given_up = True
+        self.close()
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._call.cancel()
+
+
+class _Server:
+    """One parameter server: its channels and idle sessions."""
+
+    def __init__(self, peer: PeerAddress, identity: node_pb2.Identity, metadata: tuple[tuple[str, str], ...]) -> None:
+        self.peer = peer
+        self.incarnation = 0
+        self._identity = identity
+        self.metadata = metadata
+        self._control = open_channel(peer.address)
+        options = [*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]
+        self._bulk = grpc.insecure_channel(peer.address, options=options)
+        self.control = Stub(self._control, SERVICE)
+        self.bulk = Stub(self._bulk, SERVICE)
+        self._idle: list[_Session] = []
+        self._lock = threading.Lock()
+
+    def take_session(self) -> _Session:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _Session(self.control, self.metadata)
+
+    def give_back(self, session: _Session) -> None:
+        with self._lock:
+            self._idle.append(session)
+
+    def check_incarnation(self) -> None:
+        """PSUnavailableError if another process serves there now. UnavailableError if none does."""
+        theirs = say_hello(self._control, self.peer, self._identity, self.metadata)
+        if self.incarnation and theirs.incarnation != self.incarnation:
+            raise PSUnavailableError(
+                f"{self.peer} was restarted and has lost its variables: create them anew, or restore a checkpoint, "
+                "with a new coordinator"
+            )
+
+    def drop_sessions(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for session in idle:
+            session.close()
+
+    def close(self) -> None:
+        self.drop_sessions()
+        self._control.close()
+        self._bulk.close()
+
+
+class _Sequences:
+    """Numbers this client's requests, and knows below which number all are answered."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = 0
+        self._open: set[int] = set()
+
+    def take(self) -> tuple[int, int]:
+        with self._lock:
+            settled = min(self._open, default=self._last + 1)
+            self._last += 1
+            self._open.add(self._last)
+            return self._last, settled
+
+    def done(self, number: int) -> None:
+        with self._lock:
+            self._open.discard(number)
+
+
+class PsClient:
+    """Reads from and updates all parameter servers of a job, as one incarnation.
+
+    Thread-safe. No lock is held over a network call.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[PeerAddress],
+        identity: node_pb2.Identity,
+        metadata: tuple[tuple[str, str], ...],
+        *,
+        job: int,
+        incarnation: int,
+        retry_seconds: float = 10.0,
+        request_timeout: float = 60.0,
+    ) -> None:
+        self.job = job
+        self.incarnation = incarnation
+        self._identity = identity
+        self._metadata = metadata
+        self._servers = [_Server(peer, identity, metadata) for peer in peers]
+        self._retry_seconds = retry_seconds
+        self._timeout = request_timeout
+        self._sequences = _Sequences()
+        self._closed = False
+        self._pulled = self._pushed = 0
+        self._bulk_threads = ThreadPoolExecutor(max(4, len(peers)), thread_name_prefix="ps-bulk")
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was moved so far, repetitions not counted."""
+        return Traffic(self._pulled, self._pushed)
+
+    @property
+    def num_servers(self) -> int:
+        """How many parameter servers the job has."""
+        return len(self._servers)
+
+    def connect(self, timeout: float, stop: threading.Event | None = None) -> None:
+        """Shake hands with all servers, however late they start, and remember who they are."""
+        servers = {server.peer: server for server in self._servers}
+        found = wait_for_peers(servers, self._identity, self._metadata, timeout=timeout, stop=stop)
+        for peer, theirs in found.items():
+            servers[peer].incarnation = theirs.incarnation
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._closed = True
+        for server in self._servers:
+            server.close()
+        self._bulk_threads.shutdown(wait=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StaleError("this job is over: its strategy was closed, and its variables are gone")
+
+    # Exchanges
+
+    def _retrying(self, server: _Server, attempt: Callable[[], Any]) -> Any:
+        """Repeat what fails because the server can't be reached, until `retry_seconds` behind the first failure."""
+        failing_since: float | None = None  # not since the beginning: the first attempt may have been a long transfer
+
+        def once() -> Any:
+            if failing_since is not None:
+                server.check_incarnation()  # where nobody serves any more, an attempt may take long to find out
+            try:
+                return attempt()
+            except grpc.RpcError as error:
+                failure = from_rpc(error, str(server.peer))
+            except (UnavailableError, StaleError) as error:
+                failure = error
+            if isinstance(failure, StaleError):
+                server.check_incarnation()  # a server that was restarted knows nothing of the job
+            if not isinstance(failure, UnavailableError) or isinstance(failure, PSUnavailableError):
+                raise failure
+            function = current_function()
+            if function is not None:
+                function.check()
+            server.drop_sessions()
+            raise failure
+
+        def too_long(_state: tenacity.RetryCallState) -> bool:
+            nonlocal failing_since
+            now = time.monotonic()
+            failing_since = now if failing_since is None else failing_since
+            return now - failing_since >= self._retry_seconds
+
+        try:
+            return tenacity.Retrying(
+                retry=tenacity.retry_if_exception(
+                    lambda e: isinstance(e, UnavailableError) and not isinstance(e, PSUnavailableError)
+                ),
+                wait=tenacity.wait_random_exponential(multiplier=0.02, max=1.0),
+                stop=too_long,
+            )(once)
+        except tenacity.RetryError as error:
+            last = error.last_attempt.exception()
+            raise PSUnavailableError(
+                f"{server.peer} can't be reached, tried for {self._retry_seconds:g} s: {explain(server.peer.address)} "
+                f"({last})"
+            ) from None
+
+    def _exchange(
+        self,
+        requests: dict[int, tuple[ps_pb2.Request, list[Buffer]]],
+        finish: Callable[[int, ps_pb2.Reply, memoryview], None],
+    ) -> None:
+        """Small requests: sent to all servers, then answered by each in turn."""
+        begun: dict[int, _Session] = {}
+        try:
+            for index, (request, buffers) in requests.items():
+                request.total_bytes, request.last = sum(len(buffer) for buffer in buffers), True
+                session = begun[index] = self._servers[index].take_session()
+                session.send(pack(request, buffers), self._timeout)
+        except BaseException:
+            for session in begun.values():
+                session.close()  # a reply that nobody takes off must not meet the next request
+            raise
+        failure: BaseException | None = None
+        for index, (request, buffers) in requests.items():
+            try:
+                self._finish_exchange(index, begun.pop(index), request, buffers, finish)
+            except BaseException as error:  # the other servers' replies must still be taken off their sessions
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _finish_exchange(
+        self,
+        index: int,
+        session: _Session,
+        request: ps_pb2.Request,
+        buffers: list[Buffer],
+        finish: Callable[[int, ps_pb2.Reply, memoryview], None],
+    ) -> None:
+        server = self._servers[index]
+        first: list[_Session] = [session]
+
+        def attempt() -> None:
+            if first:
+                mine = first.pop()
+            else:
+                mine = server.take_session()
+                mine.send(pack(request, buffers), self._timeout)
+            try:
+                data = mine.receive()
+            except BaseException:
+                mine.close()
+                raise
+            server.give_back(mine)
+            reply, payload = unpack(data, ps_pb2.Reply)
+            if reply.HasField("refusal"):
+                raise from_kind(reply.refusal.kind, reply.refusal.message)
+            finish(index, reply, payload)
+
+        self._retrying(server, attempt)
+
+    def _on_each(self, work: dict[int, Callable[[], object]]) -> None:
+        """Run the bulk work of several servers at once; the first error is raised when all have ended."""
+        if len(work) == 1:
+            next(iter(work.values()))()
+            return
+        futures = [self._bulk_threads.submit(job) for job in work.values()]
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    # Reading
+
+    def read(self, parts: Sequence[ReadPart]) -> None:
+        """Fill every part's `out`: one request a server, all servers at once."""
+        self._check_open()
+        function = current_function()
+        if function is not None:
+            function.check()
+        by_server: defaultdict[int, list[ReadPart]] = defaultdict(list)
+        for part in parts:
+            by_server[part.server].append(part)
+        small: dict[int, tuple[ps_pb2.Request, list[Buffer]]] = {}
+        large: dict[int, Callable[[], object]] = {}
+        for index, mine in by_server.items():
+            request = ps_pb2.Request(read=ps_pb2.ReadRequest(job=self.job, items=[part.item for part in mine]))
+            buffers = _padded(view(part.ids) for part in mine if part.ids is not None)
+            answer = sum(len(part.out) + padding(len(part.out)) for part in mine)
+            if answer <= SESSION_BYTES and sum(map(len, buffers)) <= SESSION_BYTES:
+                small[index] = request, buffers
+            else:
+                large[index] = self._pull(index, request, buffers, mine)
+
+        def finish(index: int, reply: ps_pb2.Reply, payload: memoryview) -> None:
+            sink = _Sink(by_server[index])
+            sink.add(reply, payload)
+            sink.check_full()
+
+        if small:
+            self._exchange(small, finish)
+        if large:
+            self._on_each(large)
+        self._pulled += sum(len(part.out) for part in parts)
+        self._pushed += sum(part.ids.nbytes for part in parts if part.ids is not None)
+
+    def _pull(
+        self, index: int, request: ps_pb2.Request, buffers: list[Buffer], parts: list[ReadPart]
+    ) -> Callable[[], None]:
+        server = self._servers[index]
+        request.last, request.total_bytes = True, sum(map(len, buffers))
+        timeout = self._timeout + sum(len(part.out) for part in parts) / _SLOWEST_BYTES_PER_SECOND
+
+        def attempt() -> None:
+            sink = _Sink(parts)
+            for data in server.bulk.pull(pack(request, buffers), metadata=server.metadata, timeout=timeout):
+                sink.add(*unpack(data, ps_pb2.Reply))
+            sink.check_full()
+
+        return lambda: self._retrying(server, attempt)
+
+    # Updating
+
+    def update(self, parts: Sequence[UpdatePart]) -> None:
+        """Apply every part once, however often it has to be sent. Returns when all servers have acknowledged."""
+        self._check_open()
+        function = current_function()
+        if function is not None:
+            function.check()
+        by_server: defaultdict[int, list[UpdatePart]] = defaultdict(list)
+        for part in parts:
+            by_server[part.server].append(part)
+        number, settled = (0, 0) if function is not None and function.function else self._sequences.take()
+        small: dict[int, tuple[ps_pb2.Request, list[Buffer]]] = {}
+        large: dict[int, Callable[[], object]] = {}
+        try:
+            for index, mine in by_server.items():
+                request = ps_pb2.Request(
+                    update=ps_pb2.UpdateRequest(
+                        job=self.job,
+                        incarnation=self.incarnation,
+                        function=function.function if function is not None else 0,
+                        sequence=number,
+                        settled=settled,
+                        items=[part.item for part in mine],
+                    )
+                )
+                segments = [
+                    segment
+                    for part in mine
+                    for segment in ((view(part.ids), part.values) if part.ids is not None else (part.values,))
+                ]
+                buffers = _padded(segments)
+                if sum(map(len, buffers)) <= SESSION_BYTES:
+                    small[index] = request, buffers
+                else:
+                    large[index] = self._push(index, request, buffers)
+            if small:
+                self._exchange(small, lambda *_: None)
+            if large:
+                self._on_each(large)
+            self._pushed += sum(len(part.values) + (0 if part.ids is None else part.ids.nbytes) for part in parts)
+        finally:
+            if number:
+                self._sequences.done(number)
+
+    def _push(self, index: int, request: ps_pb2.Request, buffers: list[Buffer]) -> Callable[[], ps_pb2.Reply]:
+        server = self._servers[index]
+        total = sum(map(len, buffers))
+        request.total_bytes = total
+        timeout = self._timeout + total / _SLOWEST_BYTES_PER_SECOND
+
+        def frames() -> Iterator[bytes]:
+            head, sent = request, 0
+            for group in pieces(buffers):
+                sent += sum(map(len, group))
+                head.last = sent == total
+                yield pack(head, group)
+                head = ps_pb2.Request()
+            if not total:
+                yield pack(ps_pb2.Request(create=request.create, last=True))
+
+        def attempt() -> ps_pb2.Reply:
+            request.last = False
+            data = server.bulk.push(frames(), metadata=server.metadata, timeout=timeout)
+            return unpack(data, ps_pb2.Reply)[0]
+
+        return lambda: self._retrying(server, attempt)
+
+    # The directory
+
+    def create_variable(
+        self,
+        spec: ps_pb2.VariableSpec,
+        shards: Sequence[npt.NDArray[Any]] | None,
+        initializers: Iterable[tuple[ps_pb2.Initializer, bytes]] = (),
+    ) -> None:
+        """Declare a variable everywhere, with its shards' initial values (C-contiguous) where they live.
+
+        Without values the servers make them: by the first of the initializers, each with its function's pickle,
+        that a server can follow. If any server refuses, the variable is removed from those that took it, and the
+        refusal is raised.
+        """
+        self._check_open()
+        work: dict[int, Callable[[], object]] = {}
+        forms = list(initializers)
+        for index in range(self.num_servers):
+            request = ps_pb2.Request(create=ps_pb2.CreateRequest(job=self.job, variable=spec))
+            if shards is not None:
+                mine = [view(shard) for shard, owner in zip(shards, spec.owners, strict=True) if owner == index]
+                work[index] = self._push(index, request, _padded(mine))
+            else:
+                work[index] = functools.partial(self._create_there, index, spec, forms)
+        try:
+            self._on_each(work)
+        except BaseException:
+            self.delete_variable(spec.name)
+            raise
+
+    def _create_there(
+        self, index: int, spec: ps_pb2.VariableSpec, forms: Sequence[tuple[ps_pb2.Initializer, bytes]]
+    ) -> None:
+        why = ""
+        for initializer, pickle in forms:
+            create = ps_pb2.CreateRequest(job=self.job, variable=spec, initializer=initializer)
+            buffers: list[Buffer] = [pickle] if pickle else []
+            why = self._push(index, ps_pb2.Request(create=create), buffers)().create.unresolved
+            if not why:
+                return
+        raise MisuseError(f"the function for the initial value of {spec.name!r} can't be loaded on ps {index}: {why}")
+
+    def create_optimizer(self, spec: ps_pb2.OptimizerSpec, forms: Iterable[definition_pb2.Definition] = ()) -> None:
+        """Declare an optimizer everywhere, or give it other hyperparameters.
+
+        Of a rule of the user's own: by the first of these forms of its class that a server can follow.
+        """
+        self._check_open()
+        rules: list[definition_pb2.Definition | None] = [*forms] or [None]
+        self._on_each(
+            {index: functools.partial(self._create_rule, index, spec, rules) for index in range(self.num_servers)}
+        )
+
+    def _create_rule(
+        self, index: int, spec: ps_pb2.OptimizerSpec, rules: Sequence[definition_pb2.Definition | None]
+    ) -> None:
+        why = ""
+        for rule in rules:
+            create = ps_pb2.CreateRequest(job=self.job, optimizer=spec, rule=rule)
+            pickle = create.rule.pickle
+            if rule is not None:
+                create.rule.ClearField("pickle")
+            why = self._push(index, ps_pb2.Request(create=create), [pickle] if pickle else [])().create.unresolved
+            if not why:
+                return
+        raise MisuseError(f"the rule of optimizer {spec.name!r} can't be loaded on ps {index}: {why}")
+
+    def delete_variable(self, name: str) -> None:
+        """Remove a variable everywhere, as far as the servers can be reached."""
+        for server in self._servers:
+            try:
+                server.control.delete(
+                    ps_pb2.DeleteRequest(job=self.job, name=name), metadata=server.metadata, timeout=self._timeout
+                )
+            except grpc.RpcError:  # a cleanup behind an error that is being raised already
+                continue
+
+    def describe_variable(self, name: str) -> ps_pb2.VariableSpec:
+        """Look a variable up. Any server knows all of them."""
+        return self._describe(self._servers[0], ps_pb2.DescribeRequest(job=self.job, variables=[name])).variables[0]
+
+    def describe_optimizer(self, name: str) -> ps_pb2.OptimizerSpec:
+        """Look an optimizer up; its iterations are those of the server that has counted most."""
+        request = ps_pb2.DescribeRequest(job=self.job, optimizers=[name])
+        specs = [self._describe(server, request).optimizers[0] for server in self._servers]
+        return max(specs, key=lambda spec: spec.iterations)
+
+    def _describe(self, server: _Server, request: ps_pb2.DescribeRequest) -> ps_pb2.DescribeReply:
+        self._check_open()
+
+        def attempt() -> ps_pb2.DescribeReply:
+            reply: ps_pb2.DescribeReply = server.control.describe(
+                request, metadata=server.metadata, timeout=self._timeout
+            )
+            return reply
+
+        result: ps_pb2.DescribeReply = self._retrying(server, attempt)
+        return result
+
+
+class _Sink:
+    """Puts the bytes of a read's reply where they belong. They come in order, cut anywhere."""
+
+    def __init__(self, parts: Sequence[ReadPart]) -> None:
+        self._targets = [target for part in parts for target in (part.out, padding(len(part.out)))]
+        self._which = 0
+        self._done = 0
+        self._last = False
+
+    def add(self, reply: FrameMessage, payload: memoryview) -> None:
+        at, end = 0, len(payload)
+        while at < end:
+            if self._which == len(self._targets):
+                raise ProtocolError(f"{end - at} bytes more came than were asked for")
+            target = self._targets[self._which]
+            size = target if isinstance(target, int) else len(target)
+            count = min(size - self._done, end - at)
+            if not isinstance(target, int):
+                target[self._done : self._done + count] = payload[at : at + count]
+            at += count
+            self._done += count
+            if self._done == size:
+                self._which, self._done = self._which + 1, 0
+        self._last = self._last or reply.last
+
+    def check_full(self) -> None:
+        rest = sum(size if isinstance(size, int) else len(size) for size in self._targets[self._which :]) - self._done
+        if rest or not self._last:
+            raise UnavailableError(f"the reply ended {rest} bytes too early")

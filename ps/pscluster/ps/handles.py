@@ -1,0 +1,38 @@
+"""Handles from their kind and key, for whoever was sent one: a worker by its coordinator, or the other way round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from pscluster.core.handles import Handle
+from pscluster.ps.client import PsClient
+from pscluster.ps.metrics import Metric
+from pscluster.ps.optimizers import Optimizer
+from pscluster.ps.variables import SlotVariable, Variable
+
+
+def handle_of(kind: str, key: str, client: Callable[[], PsClient], resolve: Callable[[str, str], Any]) -> Handle | None:
+    """The handle of something that lives on parameter servers; None if nothing of that kind does.
+
+    Args:
+        kind: of the handle.
+        key: of the handle.
+        client: called for the client to look it up with.
+        resolve: called for the handles that it is made of.
+
+    Raises:
+        UnknownVariableError: there is none of that name.
+    """
+    if kind == Variable.handle_kind:
+        return Variable.of(client().describe_variable(key), client())
+    if kind == Optimizer.handle_kind:
+        return Optimizer.of(client().describe_optimizer(key), client())
+    if kind == SlotVariable.handle_kind:
+        variable, optimizer, slot = json.loads(key)
+        holder: Optimizer = resolve(Optimizer.handle_kind, optimizer)
+        return holder.slot(resolve(Variable.handle_kind, variable), slot)
+    if kind == Metric.handle_kind:
+        return Metric.of(key, lambda name: resolve(Variable.handle_kind, name))
+    return None

@@ -1,0 +1,137 @@
+"""Which updates a server has applied: the memory behind "applied once". Pure; its owner serialises the calls.
+
+A key is (function, variable, shard, n-th update of it) inside a scheduled function, and (client, sequence,
+variable, shard, n-th) outside of one. Facts that arrive, and what each allows to forget:
+
+    record(key)         after its effect, under the same shard lock: a repetition finds it and changes nothing
+    finish(functions)   these have ended: their keys go, later updates of theirs are refused
+    settled(client, n)  the client has an answer to all before n: those keys go
+    close(incarnation)  the worker (or client) is gone: its updates are refused from now on
+
+So memory holds the keys of functions in flight, a few intervals, and one number an incarnation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from pscluster.core.errors import ProtocolError, StaleError
+
+
+class IntervalSet:
+    """A set of whole numbers, kept as disjoint, sorted, half-open intervals."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def add(self, start: int, stop: int) -> None:
+        """Add start, start + 1, ..., stop - 1."""
+        if start >= stop:
+            return
+        first = bisect_left(self._stops, start)  # the first interval that touches or follows
+        after = bisect_right(self._starts, stop)
+        if first < after:
+            start = min(start, self._starts[first])
+            stop = max(stop, self._stops[after - 1])
+        self._starts[first:after] = [start]
+        self._stops[first:after] = [stop]
+
+    def __contains__(self, number: int) -> bool:
+        place = bisect_right(self._starts, number) - 1
+        return place >= 0 and number < self._stops[place]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._starts, self._stops, strict=True)
+
+    def __repr__(self) -> str:
+        return f"IntervalSet({list(self)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who sent an update: the function it belongs to (0: none), or the client's number of the request."""
+
+    incarnation: int
+    function: int
+    sequence: int
+
+
+@dataclass(slots=True)
+class _Client:
+    settled: int = 0
+    keys: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict)
+
+
+class Ledger:
+    """The memory of applied updates of one job on one server."""
+
+    def __init__(self) -> None:
+        self._closed: set[int] = set()
+        self._finished = IntervalSet()
+        self._functions: dict[int, set[tuple[int, int, int]]] = {}
+        self._clients: dict[int, _Client] = {}
+
+    def admit(self, origin: Origin) -> None:
+        """StaleError if nothing more is to be applied for this origin."""
+        if origin.incarnation in self._closed:
+            raise StaleError("this worker was given up for dead and its functions went to others")
+        if origin.function:
+            if origin.function in self._finished:
+                raise StaleError(f"function {origin.function} has ended: its late update is not applied")
+        elif not origin.sequence:
+            raise ProtocolError("an update outside of a function needs a sequence number")
+        else:
+            client = self._clients.get(origin.incarnation)
+            if client is not None and origin.sequence < client.settled:
+                raise StaleError(f"request {origin.sequence} was answered long ago: its late copy is not applied")
+
+    def seen(self, origin: Origin, variable: int, shard: int, nth: int) -> bool:
+        """Was this update applied?"""
+        if origin.function:
+            keys = self._functions.get(origin.function)
+        else:
+            client = self._clients.get(origin.incarnation)
+            keys = client.keys.get(origin.sequence) if client else None
+        return keys is not None and (variable, shard, nth) in keys
+
+    def record(self, origin: Origin, variable: int, shard: int, nth: int) -> None:
+        """This update has been applied."""
+        if origin.function:
+            keys = self._functions.setdefault(origin.function, set())
+        elif origin.incarnation in self._closed:  # while it was being applied: nobody can repeat it
+            return
+        else:
+            client = self._clients.setdefault(origin.incarnation, _Client())
+            keys = client.keys.setdefault(origin.sequence, set())
+        keys.add((variable, shard, nth))
+
+    def settle(self, incarnation: int, before: int) -> None:
+        """The client will not repeat requests numbered below `before`."""
+        if incarnation in self._closed:
+            return
+        client = self._clients.setdefault(incarnation, _Client())
+        if before > client.settled:
+            client.settled = before
+            for sequence in [number for number in client.keys if number < before]:
+                del client.keys[sequence]
+
+    def finish(self, intervals: Iterable[tuple[int, int]]) -> None:
+        """These functions, [start, stop) each, have ended."""
+        for start, stop in intervals:
+            self._finished.add(start, stop)
+        for function in [number for number in self._functions if number in self._finished]:
+            del self._functions[function]
+
+    def close(self, incarnation: int) -> None:
+        """Refuse this incarnation from now on."""
+        self._closed.add(incarnation)
+        self._clients.pop(incarnation, None)
+
+    @property
+    def remembered(self) -> int:
+        """How many keys are held."""
+        functions = sum(map(len, self._functions.values()))
+        return functions + sum(len(keys) for client in self._clients.values() for keys in client.keys.values())

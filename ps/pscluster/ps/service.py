@@ -1,0 +1,186 @@
+"""Servicer of pscluster.v1.ParameterServer: frames in, store, frames out. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+
+from pscluster.core.definitions import UnresolvedReference
+from pscluster.core.drain import Drain
+from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, kind_of
+from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, pieces, unpack
+from pscluster.core.identity import fresh_id
+from pscluster.core.node import Role
+from pscluster.ps.store import Payload, Store
+from pscluster.v1 import node_pb2, ps_pb2
+
+SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
+
+SESSION_BYTES = CHUNK_BYTES
+"""Payload of the largest request or reply on a session, in one message; what is larger is pulled or pushed."""
+
+_MAX_PUSH_BYTES = 1 << 46  # what is received is bounded by the items' sizes; this bounds the declaration
+
+
+class ParameterServerRole(Role):
+    """Keeps the store of the job that the server works for."""
+
+    def __init__(self, index: int) -> None:
+        self.store = Store(index)
+        self._began = 0
+
+    def job_began(self, request: node_pb2.AttachRequest) -> None:
+        """Start empty: what is left of the job before is dropped."""
+        self.store, self._began = Store(self.store.index, request.job), fresh_id()
+
+    def attached(self, request: node_pb2.AttachRequest) -> int:  # noqa: ARG002  (the interface's)
+        """Another number where the store is another: a coordinator that comes back sees what it has lost."""
+        return self._began
+
+    def job_ended(self) -> None:
+        """Drop the job's variables."""
+        self.store = Store(self.store.index)
+
+    def describe(self, reply: node_pb2.StatusReply) -> None:
+        """Shards and bytes."""
+        reply.variables, reply.variable_bytes = self.store.totals()
+        reply.detail = f"{self.store.remembered} updates remembered"
+
+
+class ParameterServerService:
+    """See ps.proto for what each method promises."""
+
+    def __init__(self, role: ParameterServerRole) -> None:
+        self._role = role
+        self.drain = Drain(lambda: PSUnavailableError(f"ps {role.store.index} is stopping"))
+
+    def session(self, requests: Iterator[bytes], _context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Small requests, answered in order. A refused one does not end the session."""
+        for data in requests:
+            request, payload = unpack(data, ps_pb2.Request)
+            reply, buffers = ps_pb2.Reply(id=request.id, last=True), list[Buffer]()
+            try:
+                if not request.last or request.total_bytes != len(payload):
+                    raise ProtocolError("a session's request has one frame, marked as the last")
+                with self.drain.passing():
+                    buffers = self._answer(request, payload, reply)
+            except PsClusterError as error:
+                reply.refusal.kind, reply.refusal.message = kind_of(error)[0], str(error)
+            reply.total_bytes = sum(len(buffer) for buffer in buffers)
+            yield pack(reply, buffers)
+
+    def _answer(self, request: ps_pb2.Request, payload: memoryview, reply: ps_pb2.Reply) -> list[Buffer]:
+        store, chunks = self._role.store, Payload([payload])
+        body = request.WhichOneof("body")
+        if body == "read":
+            size = store.reply_bytes(request.read, len(payload))
+            if size > SESSION_BYTES:
+                raise ProtocolError(f"a read of {size} bytes on a session; above {SESSION_BYTES} it is a Pull")
+            buffers = list(store.read(request.read, chunks))
+            reply.read.SetInParent()
+            return buffers
+        if body == "update":
+            placed = store.check_update(request.update, request.total_bytes)
+            reply.update.CopyFrom(store.update(request.update, placed, chunks))
+        elif body == "create":
+            self._check_create(store, request)
+            self._create(store, request.create, chunks, reply)
+        else:
+            raise ProtocolError("a request without a body")
+        return []
+
+    def pull(self, data: bytes, _context: grpc.ServicerContext) -> Iterator[bytes]:
+        """A read in frames."""
+        with self.drain.passing():
+            yield from self._frames_of(data)
+
+    def _frames_of(self, data: bytes) -> Iterator[bytes]:
+        request, payload = unpack(data, ps_pb2.Request)
+        store = self._role.store
+        if request.WhichOneof("body") != "read":
+            raise ProtocolError("a Pull is a read")
+        total = store.reply_bytes(request.read, len(payload))
+        head, sent = ps_pb2.Reply(id=request.id, total_bytes=total), 0
+        head.read.SetInParent()
+        for group in pieces(store.read(request.read, Payload([payload]))):
+            sent += sum(len(buffer) for buffer in group)
+            head.last = sent == total
+            yield pack(head, group)
+            head = ps_pb2.Reply(id=request.id)
+        if not total:
+            head.last = True
+            yield pack(head)
+
+    def push(self, frames: Iterator[bytes], _context: grpc.ServicerContext) -> bytes:
+        """An update (or creation) in frames; applied once it is whole."""
+        with self.drain.passing():
+            return self._take(frames)
+
+    def _take(self, frames: Iterator[bytes]) -> bytes:
+        assembler = Assembler(_MAX_PUSH_BYTES)
+        first: ps_pb2.Request | None = None
+        store = self._role.store
+        placed = []
+        for data in frames:
+            frame, payload = unpack(data, ps_pb2.Request)
+            if first is None:
+                first = frame
+                if frame.WhichOneof("body") == "update":
+                    placed = store.check_update(frame.update, frame.total_bytes)
+                elif frame.WhichOneof("body") == "create":
+                    self._check_create(store, frame)
+                else:
+                    raise ProtocolError("a Push is an update or a creation")
+            assembler.add(frame, payload)
+        if first is None or not assembler.complete:
+            raise ProtocolError("the stream ended before its last frame: nothing was applied")
+        reply = ps_pb2.Reply(id=first.id, last=True)
+        if first.WhichOneof("body") == "update":
+            reply.update.CopyFrom(store.update(first.update, placed, Payload(assembler.chunks)))
+        else:
+            self._create(store, first.create, Payload(assembler.chunks), reply)
+        return pack(reply)
+
+    @staticmethod
+    def _create(store: Store, request: ps_pb2.CreateRequest, payload: Payload, reply: ps_pb2.Reply) -> None:
+        reply.create.SetInParent()
+        try:
+            store.create(request, payload)
+        except UnresolvedReference as reason:
+            reply.create.unresolved = str(reason) or "no reason given"
+
+    @staticmethod
+    def _check_create(store: Store, request: ps_pb2.Request) -> None:
+        expected = store.expected_bytes(request.create)
+        if expected is not None and request.total_bytes != expected:
+            raise ProtocolError(f"a creation of {request.total_bytes} bytes whose shards here have {expected}")
+
+    def describe(self, request: ps_pb2.DescribeRequest, _context: grpc.ServicerContext) -> ps_pb2.DescribeReply:
+        """Look names up in the directory."""
+        self._role.store.check_job(request.job)
+        return self._role.store.describe(request.variables, request.optimizers)
+
+    def delete(self, request: ps_pb2.DeleteRequest, _context: grpc.ServicerContext) -> ps_pb2.DeleteReply:
+        """Remove a variable."""
+        self._role.store.check_job(request.job)
+        self._role.store.delete(request.name)
+        return ps_pb2.DeleteReply()
+
+    def close_incarnation(
+        self, request: ps_pb2.CloseIncarnationRequest, _context: grpc.ServicerContext
+    ) -> ps_pb2.CloseIncarnationReply:
+        """Nothing of this incarnation is applied after the reply."""
+        self._role.store.check_job(request.job)
+        self._role.store.close_incarnation(request.incarnation)
+        return ps_pb2.CloseIncarnationReply()
+
+    def finish_functions(
+        self, request: ps_pb2.FinishFunctionsRequest, _context: grpc.ServicerContext
+    ) -> ps_pb2.FinishFunctionsReply:
+        """These functions have ended."""
+        self._role.store.check_job(request.job)
+        if len(request.starts) != len(request.stops):
+            raise ProtocolError("intervals of functions need as many stops as starts")
+        self._role.store.finish_functions(list(zip(request.starts, request.stops, strict=True)))
+        return ps_pb2.FinishFunctionsReply()

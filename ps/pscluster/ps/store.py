@@ -1,0 +1,612 @@
+"""What a parameter server holds for a job: shards, optimizers, the directory, the ledger of applied updates.
+
+Updates and reads of different shards run at the same time, those of one shard one after the other. An update
+request is checked whole before any of it is applied; then each item is applied under its shard's lock, in
+which the ledger is asked and told, so that a repetition that arrives while the first is in progress waits
+for it and finds it done. Closing an incarnation takes every shard's lock once after marking it: whatever was
+in progress has ended when the reply goes out.
+
+Locks, in order: a shard's, then the store's. None is held over a network call.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.array_utils import byte_bounds
+
+from pscluster.core.definitions import resolve
+from pscluster.core.dtypes import dtype_named
+from pscluster.core.errors import (
+    InvalidUpdateError,
+    MisuseError,
+    ProtocolError,
+    PsClusterError,
+    StaleError,
+    UnknownVariableError,
+)
+from pscluster.core.frames import CHUNK_BYTES, Buffer, padding, view
+from pscluster.core.geometry import AxisSlice, Partition
+from pscluster.ps.birth import born, filler, no_handles
+from pscluster.ps.ledger import Ledger, Origin
+from pscluster.ps.rules import (
+    RULES,
+    UpdateRule,
+    apply_dense,
+    apply_rows,
+    compute_dtype,
+    deduplicate,
+    new_slots,
+)
+from pscluster.ps.schedules import from_spec as schedule_from_spec
+from pscluster.ps.shard import AVERAGE, Array, Shard, Snapshot
+from pscluster.v1 import ps_pb2
+
+Ids = npt.NDArray[np.int64]
+
+_ARITHMETIC: dict[int, np.ufunc] = {
+    ps_pb2.ADD: np.add,
+    ps_pb2.SUB: np.subtract,
+    ps_pb2.MUL: np.multiply,
+    ps_pb2.DIV: np.divide,
+    ps_pb2.MIN: np.minimum,
+    ps_pb2.MAX: np.maximum,
+}
+
+
+@dataclass(slots=True)
+class HeldVariable:
+    """A variable of the directory and the shards of it that live here."""
+
+    spec: ps_pb2.VariableSpec
+    dtype: np.dtype[Any]
+    partition: Partition
+    shards: dict[int, Shard]
+
+
+@dataclass(slots=True)
+class HeldOptimizer:
+    """An optimizer of the directory."""
+
+    spec: ps_pb2.OptimizerSpec
+    rule: UpdateRule
+
+
+Index = tuple[slice | EllipsisType, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What an item of a read reads: an array of a shard, or a box of it; for ids, the array as a table."""
+
+    shard: Shard
+    array: Array
+    size: int
+    index: Index | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """An item of an update, checked: what it changes and where its bytes lie in the payload."""
+
+    item: ps_pb2.UpdateItem
+    held: HeldVariable
+    shard: Shard
+    optimizer: HeldOptimizer | None
+    index: Index | None
+    ids_at: int
+    values_at: int
+
+
+class Payload:
+    """The bytes of a request, as the chunks they came in."""
+
+    def __init__(self, chunks: Sequence[memoryview]) -> None:
+        self._chunks = list(chunks)
+
+    def blocks(self, start: int, size: int, itemsize: int) -> Iterator[tuple[int, memoryview]]:
+        """(offset in the segment, bytes) of the segment, cut where the chunks are; elements stay whole."""
+        at = 0
+        pieces: list[tuple[int, memoryview]] = []
+        for chunk in self._chunks:
+            low, high = max(start - at, 0), min(start + size - at, len(chunk))
+            if low < high:
+                pieces.append((at + low - start, chunk[low:high]))
+            at += len(chunk)
+            if at >= start + size:
+                break
+        if any(len(piece) % itemsize for _, piece in pieces):
+            pieces = [(0, memoryview(b"".join(piece for _, piece in pieces)))]
+        return iter(pieces)
+
+    def array(self, start: int, count: int, dtype: npt.DTypeLike) -> Array:
+        """A segment as one array; a copy only where it crosses chunks."""
+        size = count * np.dtype(dtype).itemsize
+        pieces = [piece for _, piece in self.blocks(start, size, 1)]
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return np.frombuffer(data, dtype, count)
+
+    def joined(self) -> memoryview:
+        """All of it."""
+        return self._chunks[0] if len(self._chunks) == 1 else memoryview(b"".join(self._chunks))
+
+    def ids(self, start: int, count: int) -> Ids:
+        """A segment of row numbers."""
+        return self.array(start, count, np.int64).view(np.int64)
+
+
+def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
+    """The geometry that a spec describes. ProtocolError if it describes none."""
+    try:
+        partition = Partition(tuple(spec.shape), tuple(tuple(split.ends) for split in spec.splits))
+    except ValueError as error:
+        raise ProtocolError(f"variable {spec.name!r}: {error}") from None
+    if len(spec.owners) != partition.num_shards:
+        raise ProtocolError(f"variable {spec.name!r}: {len(spec.owners)} owners for {partition.num_shards} shards")
+    return partition
+
+
+class Store:
+    """The state of one job on one server. See the module's docstring for what may happen at the same time."""
+
+    def __init__(self, index: int, job: int = 0) -> None:
+        self.index = index
+        self.job = job
+        self._lock = threading.Lock()
+        self._ledger = Ledger()
+        self._variables: dict[int, HeldVariable] = {}
+        self._optimizers: dict[int, HeldOptimizer] = {}
+
+    # The directory
+
+    def check_job(self, job: int) -> None:
+        """StaleError if a request is of another job."""
+        if job != self.job or not job:
+            raise StaleError("this parameter server works for another job, or for none")
+
+    def expected_bytes(self, request: ps_pb2.CreateRequest) -> int | None:
+        """Payload bytes that a create request must bring; None: any. Refuses what can't be created."""
+        self.check_job(request.job)
+        if request.HasField("optimizer"):
+            return None
+        spec = request.variable
+        if spec.id == 0 or not spec.name:
+            raise ProtocolError("a variable without a number or a name")
+        with self._lock:
+            # The same spec again is a repetition of this request: its first answer was lost.
+            if any(held.spec.name == spec.name and held.spec != spec for held in self._variables.values()):
+                raise InvalidUpdateError(f"there is a variable {spec.name!r} already: names are unique in a strategy")
+        if request.HasField("initializer"):
+            return None
+        partition, dtype = partition_of(spec), dtype_named(spec.dtype)
+        sizes = [partition.block(i).size * dtype.itemsize for i, owner in enumerate(spec.owners) if owner == self.index]
+        return sum(size + padding(size) for size in sizes)
+
+    def create(self, request: ps_pb2.CreateRequest, payload: Payload) -> None:
+        """Add a variable, with the initial values of the shards that live here, or an optimizer."""
+        self.check_job(request.job)
+        if request.HasField("optimizer"):
+            self._create_optimizer(request, payload)
+            return
+        spec = request.variable
+        partition, dtype = partition_of(spec), dtype_named(spec.dtype)
+        if request.HasField("initializer"):
+            fill = filler(request.initializer, payload.joined(), spec.name)
+            arrays = born(spec, partition, dtype, self.index, fill)
+        else:
+            arrays = self._given(spec, partition, dtype, payload)
+        held = HeldVariable(spec, dtype, partition, {shard: Shard(array) for shard, array in arrays.items()})
+        with self._lock:
+            known = self._variables.setdefault(spec.id, held)
+        # The same again is a copy of the request that comes late: what was made by the first may be trained by now.
+        if known.spec != spec:
+            raise InvalidUpdateError(f"variable id {spec.id} is taken by {known.spec.name!r}")
+
+    def _given(
+        self, spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], payload: Payload
+    ) -> dict[int, Array]:
+        """The initial values that came with the request, of the shards that live here."""
+        arrays, at = {}, 0
+        for shard, owner in enumerate(spec.owners):
+            if owner != self.index:
+                continue
+            array = arrays[shard] = np.empty(partition.block(shard).shape, dtype)
+            flat = array.reshape(-1)
+            for offset, piece in payload.blocks(at, array.nbytes, dtype.itemsize):
+                low = offset // dtype.itemsize
+                flat[low : low + len(piece) // dtype.itemsize] = np.frombuffer(piece, dtype)
+            at += array.nbytes + padding(array.nbytes)
+        return arrays
+
+    def _create_optimizer(self, request: ps_pb2.CreateRequest, payload: Payload) -> None:
+        spec = request.optimizer
+        if not spec.id or not spec.name:
+            raise ProtocolError("an optimizer without a number or a name")
+        rule_class: Any = RULES.get(spec.rule)
+        if request.HasField("rule"):
+            rule_class = resolve(request.rule, payload.joined(), no_handles)
+        if not (isinstance(rule_class, type) and issubclass(rule_class, UpdateRule)):
+            raise InvalidUpdateError(f"{spec.rule!r} is no update rule; there are {', '.join(sorted(RULES))}")
+        try:
+            rule = rule_class.from_spec(spec.numbers, spec.flags)
+            if spec.schedule:
+                schedule = schedule_from_spec(json.loads(spec.schedule))
+                # The rule is a frozen value; the schedule, which counts from 0, takes the place of its constant rate.
+                object.__setattr__(rule, "learning_rate_at", lambda step: schedule(step - 1))
+        except (TypeError, ValueError) as error:
+            raise InvalidUpdateError(f"optimizer {spec.name!r}: {error}") from None
+        with self._lock:
+            self._optimizers[spec.id] = HeldOptimizer(spec, rule)
+
+    def delete(self, name: str) -> None:
+        """Remove a variable; one that is not there is fine."""
+        with self._lock:
+            for number, held in list(self._variables.items()):
+                if held.spec.name == name:
+                    del self._variables[number]
+
+    def describe(self, variables: Sequence[str], optimizers: Sequence[str]) -> ps_pb2.DescribeReply:
+        """What the directory knows of these names. UnknownVariableError names the first unknown one."""
+        reply = ps_pb2.DescribeReply()
+        with self._lock:
+            by_name = {held.spec.name: held for held in self._variables.values()}
+            rules = {held.spec.name: held for held in self._optimizers.values()}
+            for name in variables:
+                if name not in by_name:
+                    raise UnknownVariableError(f"there is no variable {name!r} in this job")
+                reply.variables.append(by_name[name].spec)
+            for name in optimizers:
+                if name not in rules:
+                    raise UnknownVariableError(f"there is no optimizer {name!r} in this job")
+                spec = reply.optimizers.add()
+                spec.CopyFrom(rules[name].spec)
+                spec.iterations = max(
+                    (
+                        shard.steps.get(spec.id, 0)
+                        for held in self._variables.values()
+                        for shard in held.shards.values()
+                    ),
+                    default=0,
+                )
+        return reply
+
+    def totals(self) -> tuple[int, int]:
+        """How many shards are held, and their bytes, slots included."""
+        with self._lock:
+            shards = [shard for held in self._variables.values() for shard in held.shards.values()]
+        return len(shards), sum(shard.nbytes for shard in shards)
+
+    # Incarnations and functions
+
+    def close_incarnation(self, incarnation: int) -> None:
+        """When this returns, no update of the incarnation is being or will be applied."""
+        with self._lock:
+            self._ledger.close(incarnation)
+            shards = [shard for held in self._variables.values() for shard in held.shards.values()]
+        for shard in shards:
+            with shard.lock:
+                pass
+
+    @property
+    def remembered(self) -> int:
+        """How many updates are remembered, so that a repetition of them is found."""
+        with self._lock:
+            return self._ledger.remembered
+
+    def finish_functions(self, intervals: Sequence[tuple[int, int]]) -> None:
+        """These functions have ended."""
+        with self._lock:
+            self._ledger.finish(intervals)
+
+    # Reading
+
+    def _shard(self, variable: int, shard: int) -> tuple[HeldVariable, Shard]:
+        held = self._variables.get(variable)
+        if held is None:
+            raise UnknownVariableError(f"there is no variable number {variable} in this job")
+        if shard not in held.shards:
+            raise UnknownVariableError(f"shard {shard} of {held.spec.name!r} does not live on ps {self.index}")
+        return held, held.shards[shard]
+
+    def _locate(self, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]:
+        """What an item reads, and where the next item's ids begin in the payload."""
+        held, shard = self._shard(item.variable, item.shard)
+        array = shard.array
+        if item.slot == AVERAGE:
+            if item.optimizer in shard.averages:
+                array = shard.averages[item.optimizer]
+            else:  # before the first gradient the value is its average
+                array = array.astype(compute_dtype(array.dtype), copy=False)
+        elif item.slot:
+            array = self._slots(held, shard, item.optimizer).get(item.slot)  # type: ignore[assignment]
+            if array is None:
+                raise UnknownVariableError(f"the optimizer keeps no slot {item.slot!r} for {held.spec.name!r}")
+        which = item.rows.WhichOneof("kind")
+        if which == "all":
+            return _Source(shard, array, array.nbytes), at
+        if which == "slices":
+            index = _index(item.rows.slices, array, held.spec.name)
+            size = math.prod(axis.count for axis in item.rows.slices.axes) * array.itemsize
+            return _Source(shard, array, size, index), at
+        if which == "ids":
+            table = _table(array, item.rows.leading, held.spec.name)
+            size = item.rows.ids * table.shape[1] * array.itemsize
+            ids_size = item.rows.ids * 8
+            return _Source(shard, table, size), at + ids_size + padding(ids_size)
+        raise ProtocolError("a read without rows")
+
+    def _slots(self, held: HeldVariable, shard: Shard, optimizer: int) -> dict[str, Array]:
+        """The slots that an optimizer keeps beside a shard; they are made when they are first needed."""
+        known = self._optimizers.get(optimizer)
+        if known is None:
+            raise UnknownVariableError(f"there is no optimizer number {optimizer} in this job")
+        with shard.lock:
+            if optimizer not in shard.slots:
+                shard.slots[optimizer] = new_slots(known.rule, shard.array.shape, held.dtype)
+            return shard.slots[optimizer]
+
+    def reply_bytes(self, request: ps_pb2.ReadRequest, ids_bytes: int) -> int:
+        """Payload bytes of the reply to a read that came with so many bytes of ids. Refuses what can't be read."""
+        self.check_job(request.job)
+        total = at = 0
+        for item in request.items:
+            source, at = self._locate(item, at)
+            total += source.size + padding(source.size)
+        if at != ids_bytes:
+            raise ProtocolError(f"a read with {ids_bytes} bytes of row numbers whose items need {at}")
+        return total
+
+    def read(self, request: ps_pb2.ReadRequest, payload: Payload) -> Iterator[Buffer]:
+        """The segments of the reply, in pieces, each shard as it was at one moment."""
+        at = 0
+        for item in request.items:
+            source, next_at = self._locate(item, at)
+            if item.rows.WhichOneof("kind") == "ids":
+                ids = payload.ids(at, item.rows.ids)
+                self._check_ids(item.variable, source.array, ids)
+                yield _gather(source, ids)
+            else:
+                yield from _read_block(source)
+            if padding(source.size):
+                yield bytes(padding(source.size))
+            at = next_at
+
+    def _check_ids(self, variable: int, table: Array, ids: Ids) -> None:
+        rows = table.shape[0]
+        if len(ids) and not (ids.min() >= 0 and ids.max() < rows):
+            name = self._variables[variable].spec.name
+            wrong = ids[(ids < 0) | (ids >= rows)][0]
+            raise InvalidUpdateError(f"row {wrong} of a shard of {name!r} that has {rows} rows")
+
+    # Updating
+
+    def check_update(self, request: ps_pb2.UpdateRequest, total_bytes: int) -> list[_Placed]:
+        """Everything about an update that can be said before its payload is there."""
+        self.check_job(request.job)
+        with self._lock:
+            self._ledger.admit(_origin(request))
+        placed, at = [], 0
+        for item in request.items:
+            held, shard = self._shard(item.variable, item.shard)
+            name = held.spec.name
+            if item.kind != ps_pb2.ASSIGN and item.kind != ps_pb2.APPLY_GRADIENT and item.kind not in _ARITHMETIC:
+                raise ProtocolError(f"update kind {item.kind} of {name!r}")
+            check_kind(item.kind, held.dtype, name)
+            optimizer = None
+            if item.kind == ps_pb2.APPLY_GRADIENT:
+                optimizer = self._optimizers.get(item.optimizer)
+                if optimizer is None:
+                    raise UnknownVariableError(f"there is no optimizer number {item.optimizer} in this job")
+            ids_at = at
+            which = item.rows.WhichOneof("kind")
+            index: Index | None = None
+            if which == "ids":
+                table = _table(shard.array, item.rows.leading, name)
+                expected = item.rows.ids * table.shape[1] * table.itemsize
+                at += item.rows.ids * 8 + padding(item.rows.ids * 8)
+                if item.scalar:
+                    raise ProtocolError("one value for many rows by number")
+            elif which == "all":
+                expected = shard.array.nbytes
+            elif which == "slices":
+                index = _index(item.rows.slices, shard.array, name)
+                expected = math.prod(axis.count for axis in item.rows.slices.axes) * shard.array.itemsize
+            else:
+                raise ProtocolError(f"an update of {name!r} without rows")
+            if optimizer is not None and (which == "slices" or item.scalar):
+                raise ProtocolError(f"a gradient for {name!r} is for all of it or for rows by number")
+            if item.scalar:
+                expected = shard.array.itemsize
+            if item.value_bytes != expected:
+                raise InvalidUpdateError(f"{item.value_bytes} bytes for {expected} of {name!r}, shard {item.shard}")
+            placed.append(_Placed(item, held, shard, optimizer, index, ids_at, at))
+            at += expected + padding(expected)
+        if at != total_bytes:
+            raise ProtocolError(f"an update of {total_bytes} bytes whose items need {at}")
+        return placed
+
+    def update(self, request: ps_pb2.UpdateRequest, placed: list[_Placed], payload: Payload) -> ps_pb2.UpdateReply:
+        """Apply a checked request whose payload has wholly come, each item once."""
+        origin = _origin(request)
+        ids_of: list[Ids | None] = []
+        for part in placed:
+            ids = None
+            if part.item.rows.WhichOneof("kind") == "ids":
+                ids = payload.ids(part.ids_at, part.item.rows.ids)
+                table = _table(part.shard.array, part.item.rows.leading, part.held.spec.name)
+                self._check_ids(part.item.variable, table, ids)
+            ids_of.append(ids)
+        reply = ps_pb2.UpdateReply()
+        for part, ids in zip(placed, ids_of, strict=True):
+            item = part.item
+            with part.shard.lock:
+                with self._lock:
+                    self._ledger.admit(origin)
+                    repeated = self._ledger.seen(origin, item.variable, item.shard, item.nth)
+                if repeated:
+                    reply.repeated_ += 1
+                    continue
+                try:
+                    with np.errstate(all="ignore"):  # infinity and NaN are the caller's to look for
+                        self._apply(part, ids, payload)
+                except PsClusterError:
+                    raise
+                except Exception as error:  # the rule, which may be the user's, or its learning rate
+                    if part.optimizer is None:
+                        raise
+                    raise MisuseError(
+                        f"optimizer {part.optimizer.spec.name!r} failed to update variable {part.held.spec.name!r}, "
+                        f"shard {item.shard}, on ps {self.index}: {type(error).__name__}: {error}"
+                    ) from error
+                with self._lock:
+                    self._ledger.record(origin, item.variable, item.shard, item.nth)
+                reply.applied += 1
+        if not origin.function:
+            with self._lock:
+                self._ledger.settle(origin.incarnation, request.settled)
+        return reply
+
+    def _apply(self, part: _Placed, ids: Ids | None, payload: Payload) -> None:
+        """Under the shard's lock."""
+        shard, dtype = part.shard, part.shard.array.dtype
+        slots: dict[str, Array] = {}
+        step = 0
+        if part.optimizer is not None:
+            number = part.optimizer.spec.id
+            if number not in shard.slots:
+                shard.slots[number] = new_slots(part.optimizer.rule, shard.array.shape, dtype)
+            slots, step = shard.slots[number], shard.steps.get(number, 0) + 1
+        if ids is not None:
+            self._apply_rows(part, ids, slots, step, payload)
+        elif part.index is not None or part.item.scalar:
+            self._apply_slices(part, payload)
+        else:
+            self._apply_dense(part, slots, step, payload)
+        if part.optimizer is not None:
+            shard.steps[part.optimizer.spec.id] = step
+            if part.optimizer.spec.ema_momentum:
+                shard.average(part.optimizer.spec.id, part.optimizer.spec.ema_momentum, ids)
+
+    def _apply_rows(self, part: _Placed, ids: Ids, slots: dict[str, Array], step: int, payload: Payload) -> None:
+        shard, dtype = part.shard, part.shard.array.dtype
+        values = payload.array(part.values_at, part.item.value_bytes // dtype.itemsize, dtype)
+        table = _table(shard.array, part.item.rows.leading, part.held.spec.name)
+        rows = values.reshape(len(ids), table.shape[1])
+        shard.before_change(shard.blocks_of_rows(ids, table.shape[1] * dtype.itemsize))
+        if part.optimizer is not None:
+            tables = {name: array.reshape(table.shape) for name, array in slots.items()}
+            apply_rows(part.optimizer.rule, table, ids, rows, tables, step)
+        elif part.item.kind == ps_pb2.ASSIGN:
+            table[ids] = rows
+        elif part.item.kind in (ps_pb2.ADD, ps_pb2.SUB):
+            unique, sums = deduplicate(ids, rows)
+            table[unique] = _ARITHMETIC[part.item.kind](table[unique], sums)  # sums of half types are float32
+        else:
+            _ARITHMETIC[part.item.kind].at(table, ids, rows)
+
+    @staticmethod
+    def _apply_slices(part: _Placed, payload: Payload) -> None:
+        """Values for a box of the shard, or one value for all that is selected."""
+        shard, dtype = part.shard, part.shard.array.dtype
+        target = shard.array if part.index is None else shard.array[part.index]
+        values = payload.array(part.values_at, part.item.value_bytes // dtype.itemsize, dtype)
+        values = values.reshape(() if part.item.scalar else target.shape)
+        shard.before_change()
+        if part.item.kind == ps_pb2.ASSIGN:
+            target[...] = values
+        else:
+            _ARITHMETIC[part.item.kind](target, values, out=target, casting="same_kind")
+
+    def _apply_dense(self, part: _Placed, slots: dict[str, Array], step: int, payload: Payload) -> None:
+        shard, dtype = part.shard, part.shard.array.dtype
+        flat = shard.array.reshape(-1)
+        shard.before_change()
+        for offset, piece in payload.blocks(part.values_at, part.item.value_bytes, dtype.itemsize):
+            values = np.frombuffer(piece, dtype)
+            span = slice(offset // dtype.itemsize, offset // dtype.itemsize + len(values))
+            if part.optimizer is not None:
+                parts = {name: array.reshape(-1)[span] for name, array in slots.items()}
+                apply_dense(part.optimizer.rule, flat[span], values, parts, step)
+            elif part.item.kind == ps_pb2.ASSIGN:
+                flat[span] = values
+            else:
+                operation = _ARITHMETIC[part.item.kind]
+                operation(flat[span], values, out=flat[span], casting="same_kind")
+
+
+def _index(slices: ps_pb2.Slices, array: Array, name: str) -> Index:
+    """The index of a box of the array. InvalidUpdateError if it reaches beyond it."""
+    if len(slices.axes) != array.ndim:
+        raise ProtocolError(f"a box of {len(slices.axes)} axes in {name!r}, whose shards have {array.ndim}")
+    index = []
+    for axis, length in zip(slices.axes, array.shape, strict=True):
+        last = axis.start + (axis.count - 1) * axis.step
+        if not axis.step or (axis.count and not (axis.start < length and 0 <= last < length)):
+            raise InvalidUpdateError(
+                f"{axis.count} indices from {axis.start} on, {axis.step} apart, of {name!r}, "
+                f"a shard with {length} on that axis"
+            )
+        index.append(AxisSlice(axis.start, axis.step, axis.count).as_slice)
+    return (*index, ...)  # with the ellipsis a scalar's selection is a view, too
+
+
+def _table(array: Array, leading: int, name: str) -> Array:
+    """The array as rows: its leading axes flattened to one, the others to the other. A view."""
+    leading = leading or 1
+    if leading > array.ndim:
+        raise InvalidUpdateError(f"rows over {leading} axes of {name!r}, which has {array.ndim}")
+    return array.reshape(math.prod(array.shape[:leading]), math.prod(array.shape[leading:]))
+
+
+def _gather(source: _Source, ids: Ids) -> Buffer:
+    out = np.empty((len(ids), source.array.shape[1]), source.array.dtype)
+    with source.shard.lock:
+        np.take(source.array, ids, 0, out, "clip")  # "clip" spares NumPy a buffer; the ids are checked
+    return view(out)
+
+
+def _read_block(source: _Source) -> Iterator[Buffer]:
+    """All of an array, or a box of it."""
+    shard, array = source.shard, source.array
+    selected = array if source.index is None else array[source.index]
+    if array is shard.array and selected.flags.c_contiguous and source.size > CHUNK_BYTES:
+        start = byte_bounds(selected)[0] - byte_bounds(array)[0]
+        snapshot: Snapshot = shard.snapshot(start, start + source.size)
+        try:
+            yield from snapshot
+        finally:
+            snapshot.close()
+        return
+    with shard.lock:
+        copy = np.array(selected, order="C")
+    yield view(copy)
+
+
+def check_kind(kind: ps_pb2.UpdateKind, dtype: np.dtype[Any], name: str) -> None:
+    """InvalidUpdateError if elements of this type can't be updated so."""
+    real_float = dtype.kind == "f" or dtype.name == "bfloat16"
+    if kind == ps_pb2.ASSIGN:
+        can = True
+    elif kind == ps_pb2.APPLY_GRADIENT:
+        can = real_float
+    elif kind == ps_pb2.DIV:
+        can = real_float or dtype.kind == "c"
+    elif kind in (ps_pb2.MIN, ps_pb2.MAX):
+        can = real_float or dtype.kind in "iu"
+    else:
+        can = real_float or dtype.kind in "ciu"
+    if not can:
+        what = ps_pb2.UpdateKind.Name(kind)
+        raise InvalidUpdateError(f"{what} of {name!r}, which is {dtype.name}: elements of this type can't")
+
+
+def _origin(request: ps_pb2.UpdateRequest) -> Origin:
+    return Origin(request.incarnation, request.function, request.sequence)

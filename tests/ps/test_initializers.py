@@ -1,0 +1,637 @@
+"""Initializers: their streams pinned, cut in every way, against the distributions they claim."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from statistics import NormalDist
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscluster.core.geometry import Partition
+from pscluster.ps import initializers
+from pscluster.ps.initializers import (
+    INITIALIZERS,
+    Constant,
+    GlorotNormal,
+    GlorotUniform,
+    HeNormal,
+    HeUniform,
+    Initializer,
+    Ones,
+    RandomNormal,
+    RandomUniform,
+    TruncatedNormal,
+    Zeros,
+    from_spec,
+)
+
+Array = npt.NDArray[Any]
+
+RANDOM = [
+    RandomUniform(seed=1),
+    RandomNormal(seed=2),
+    TruncatedNormal(seed=3),
+    GlorotUniform(seed=4),
+    GlorotNormal(seed=5),
+    HeUniform(seed=6),
+    HeNormal(seed=7),
+]
+
+
+def by_name(initializer: Initializer) -> str:
+    return initializer.name
+
+
+def half_dtypes() -> list[Any]:
+    try:
+        import ml_dtypes  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return [np.float16]
+    return [np.float16, ml_dtypes.bfloat16]
+
+
+FLOATS = [*half_dtypes(), np.float32, np.float64]
+
+
+@contextlib.contextmanager
+def pieces_of(size: int, gap: int) -> Iterator[None]:
+    """Small pieces, so that small arrays have many, and whole ones and a rest."""
+    with mock.patch.multiple(initializers, _PIECE_BYTES=size, _GAP=gap):
+        yield
+
+
+def digest(values: Array) -> str:
+    little = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    return hashlib.sha256(little.tobytes()).hexdigest()[:16]
+
+
+# The stream
+
+# Another value here means other initial values in everybody's models, and shards that don't fit together in a
+# cluster of mixed versions.
+DIGESTS = {
+    "random_uniform float16": "db694ca4f6884f53",
+    "random_uniform float32": "87db193e6fddcdeb",
+    "random_uniform float64": "3685eb615f28380d",
+    "random_normal float16": "8c0c5763496d6565",
+    "random_normal float32": "f475b53dbb4edec8",
+    "random_normal float64": "932b8eeb5d59b316",
+    "truncated_normal float16": "c7d4685a570d52fc",
+    "truncated_normal float32": "eed53b41ee9972d0",
+    "truncated_normal float64": "52f2a17beba023ae",
+    "glorot_uniform float16": "67637123846ceb26",
+    "glorot_uniform float32": "30d5956c9dee27c0",
+    "glorot_uniform float64": "0abc927ddd3e5b7b",
+    "glorot_normal float16": "f2080bd3670a3d44",
+    "glorot_normal float32": "83d350a8fd71b5df",
+    "glorot_normal float64": "b7bd460516b6e610",
+    "he_uniform float16": "dcd5f44154f625d7",
+    "he_uniform float32": "74c3e7d75e163f9c",
+    "he_uniform float64": "59fb38237b7af4c8",
+    "he_normal float16": "31387ac3eaf94385",
+    "he_normal float32": "7c959213249684ff",
+    "he_normal float64": "0eb10724ff8ff217",
+    "integers int8": "679d23e2148e18d7",
+    "integers uint16": "2613fa9cec857254",
+    "integers int32": "f199b5e61c3bbd27",
+    "integers int64": "5998fbbad0a97296",
+    "integers wide": "983d13fb027653eb",
+}
+
+
+def digests() -> dict[str, str]:
+    made = {
+        f"{initializer.name} {np.dtype(dtype).name}": digest(initializer((20, 3, 500), dtype))
+        for initializer in RANDOM
+        for dtype in (np.float16, np.float32, np.float64)
+    }
+    for dtype in (np.int8, np.uint16, np.int32, np.int64):
+        made[f"integers {np.dtype(dtype).name}"] = digest(RandomUniform(0, 100, seed=8)((30_000,), dtype))
+    made["integers wide"] = digest(RandomUniform(-(1 << 62), 1 << 62, seed=9)((30_000,), np.int64))
+    return made
+
+
+def test_the_streams_are_those_of_the_first_release() -> None:
+    """No value of any initializer has changed since it was first released."""
+    assert digests() == DIGESTS
+
+
+def test_the_first_values_of_some_streams() -> None:
+    """Where a stream has changed, these show how."""
+    np.testing.assert_array_equal(
+        RandomUniform(seed=1)((3,)),
+        np.array([-0.00414656475186348, -0.019643200561404228, 0.022946249693632126], np.float32),
+    )
+    np.testing.assert_array_equal(
+        RandomUniform(seed=1)((3,), np.float64), [-0.01964319656932414, 0.0348708749685777, -0.03438652219565269]
+    )
+    np.testing.assert_array_equal(
+        RandomNormal(seed=2)((3,)),
+        np.array([-0.0052773612551391125, -0.0013894144212827086, 0.07762064039707184], np.float32),
+    )
+    np.testing.assert_array_equal(
+        TruncatedNormal(seed=3)((3,), np.float64), [0.06845694634576736, -0.064562141513123, -0.014205982150027658]
+    )
+    assert RandomUniform(0, 100, seed=8)((8,), np.int64).tolist() == [99, 44, 88, 37, 35, 95, 48, 61]
+
+
+def test_the_stream_is_philox_keyed_by_the_seed() -> None:
+    """Element i is made of the i-th 64 or 32 bits, low half first, of NumPy's Philox with the seed as key."""
+    raw = np.random.Philox(key=12345, counter=0).random_raw(1000)
+    np.testing.assert_array_equal(
+        RandomUniform(0.0, 1.0, seed=12345)((1000,), np.float64), (raw >> np.uint64(11)) * 2.0**-53
+    )
+    halves = np.stack([raw & np.uint64(0xFFFFFFFF), raw >> np.uint64(32)], axis=1).reshape(-1)
+    np.testing.assert_array_equal(
+        RandomUniform(0.0, 1.0, seed=12345)((2000,)), ((halves >> np.uint64(8)) * 2.0**-24).astype(np.float32)
+    )
+
+
+def test_the_values_are_the_same_on_a_lesser_processor() -> None:
+    """With all of NumPy's vector instructions switched off that can be, each stream is what it was."""
+    features = subprocess.run(
+        [sys.executable, "-c", _FEATURES], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+    if not features:
+        pytest.skip("this build of NumPy has nothing to switch off here")
+    script = (
+        "import importlib.util, json, sys\n"
+        f"spec = importlib.util.spec_from_file_location('streams', {__file__!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "print(json.dumps(module.digests()))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"NPY_DISABLE_CPU_FEATURES": features},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert json.loads(ended.stdout) == DIGESTS
+
+
+_FEATURES = """
+try:
+    from numpy._core import _multiarray_umath as core
+except ImportError:
+    from numpy.core import _multiarray_umath as core
+print(" ".join(name for name in core.__cpu_dispatch__ if core.__cpu_features__[name]))
+"""
+
+
+def test_seeds_matter_wholly() -> None:
+    """Neighbouring seeds, and seeds that differ in the highest bit only, give unrelated values."""
+    values = [RandomNormal(0, 1, seed)((50_000,)) for seed in (0, 1, 2, 1 << 62, (1 << 63) - 1)]
+    for a, b in itertools.combinations(values, 2):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.025
+
+
+def test_a_seed_not_given_is_drawn_once() -> None:
+    """Without a seed two initializers differ, and one is the same each time it is asked."""
+    first, second = GlorotUniform(), GlorotUniform()
+    assert isinstance(first.seed, int)
+    assert first.seed != second.seed
+    np.testing.assert_array_equal(first((9,)), first((9,)))
+    assert not np.array_equal(first((9,)), second((9,)))
+
+
+# Any cut
+
+
+def initializers_and_dtypes() -> st.SearchStrategy[tuple[Initializer, Any]]:
+    floats = st.tuples(st.sampled_from(RANDOM), st.sampled_from(FLOATS))
+    integers = st.tuples(
+        st.sampled_from([RandomUniform(0, 100, seed=1), RandomUniform(3, 5, seed=2)]),
+        st.sampled_from([np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]),
+    )
+    return st.one_of(floats, integers)
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> Partition:
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    ends = [(*sorted(draw(st.lists(st.integers(0, length), max_size=3))), length) for length in shape]
+    return Partition(shape, tuple(ends))
+
+
+@given(partitions(), initializers_and_dtypes(), st.sampled_from([8, 24, 64, 1 << 10]), st.sampled_from([0, 3, 2048]))
+@settings(max_examples=300, deadline=None)
+def test_blocks_are_slices_of_the_whole(
+    partition: Partition, made: tuple[Initializer, Any], size: int, gap: int
+) -> None:
+    """Any block of any cut along any axes is the slice of the whole, bit for bit, whatever the pieces."""
+    initializer, dtype = made
+    whole = initializer(partition.shape, dtype)
+    assert whole.shape == partition.shape
+    assert whole.dtype == dtype
+    with pieces_of(size, gap):
+        for number in range(partition.num_shards):
+            block = partition.block(number)
+            part = initializer(partition.shape, dtype, partition_shape=block.shape, partition_offset=block.start)
+            assert part.dtype == dtype
+            assert part.shape == block.shape
+            assert part.tobytes() == whole[block.slices].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((300_001,), (4,)),
+        ((7, 90_001), (2, 3)),
+        ((5, 4, 30_000), (1, 3, 1)),
+        ((100_000, 8), (3, 2)),
+        ((1_000, 6_000), (1, 1_500)),
+        ((70, 50, 3, 40), (3, 2, 1, 3)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_large_blocks_are_slices_of_the_whole(shape: tuple[int, ...], parts: tuple[int, ...], dtype: Any) -> None:
+    """The same with the pieces as they are: long runs, short runs near to each other, short runs far apart."""
+    initializer = RandomNormal(seed=11)
+    partition = Partition.even(shape, parts)
+    whole = initializer(shape, dtype)
+    for number in {0, 1, partition.num_shards // 2, partition.num_shards - 1}:
+        block = partition.block(number)
+        part = initializer(shape, dtype, block.shape, block.start)
+        assert part.tobytes() == whole[block.slices].tobytes()
+
+
+def test_positions_may_be_far_beyond_what_a_machine_holds() -> None:
+    """A block of a table of 2**50 elements, deep inside it, is made at once and fits its neighbours."""
+    shape = (1 << 30, 1 << 20)
+    initializer = RandomUniform(seed=3)
+    start = ((1 << 29) + 12_345, 77)
+    block = initializer(shape, np.float32, (3, 40), start)
+    row = initializer(shape, np.float32, (1, 1 << 20), (start[0] + 2, 0))
+    np.testing.assert_array_equal(row[0, 77:117], block[2])
+    assert len(np.unique(block)) == block.size
+
+
+@pytest.mark.parametrize("initializer", RANDOM, ids=by_name)
+@pytest.mark.parametrize("dtype", half_dtypes(), ids=lambda dtype: np.dtype(dtype).name)
+def test_half_precision_is_rounded_float32(initializer: Initializer, dtype: Any) -> None:
+    """float16 and bfloat16 elements are the float32 ones, rounded."""
+    exact = initializer((50, 40), np.float32)
+    half = initializer((50, 40), dtype).astype(np.float32)
+    np.testing.assert_allclose(half, exact, rtol=2**-8, atol=1e-7)
+    assert (half == exact.astype(dtype).astype(np.float32)).mean() > 0.999
+
+
+def test_an_array_is_filled_in_place_with_little_memory() -> None:
+    """Beside the array, whose pages are not counted, a few small buffers are all that is needed."""
+    out = np.zeros((1 << 12, 1 << 11), np.float32)  # 32 MiB
+    shape = (1 << 13, 1 << 12)
+    cases = [(RandomNormal(seed=1), np.float32, out), (RandomUniform(0, 9, seed=1), np.int32, out.view(np.int32))]
+    for initializer, dtype, array in cases:
+        tracemalloc.start()
+        try:
+            initializer.generate(shape, dtype, (1 << 12, 1 << 11), array)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 4 << 20
+        some = initializer(shape, dtype, (2, 1 << 11), (1 << 12, 1 << 11))
+        np.testing.assert_array_equal(array[:2], some)
+
+
+def test_scalars_and_empty_arrays() -> None:
+    """Rank 0 has one element, and an array without elements is made of nothing."""
+    scalar = RandomNormal(seed=1)(())
+    assert scalar.shape == ()
+    assert scalar == RandomNormal(seed=1)((1,))[0]
+    assert HeNormal(seed=1)((), np.float64, (), ()).shape == ()
+    for initializer in (*RANDOM, Zeros(), Ones(), Constant(2.0)):
+        assert initializer((0, 3)).shape == (0, 3)
+        assert initializer((4, 3), np.float32, (2, 0), (2, 3)).shape == (2, 0)
+
+
+# The distributions. Seeds are fixed: what holds once holds always.
+
+MANY = 400_000
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
+def test_uniform_values(dtype: Any) -> None:
+    """Uniform values fill [minval, maxval) evenly, and never reach maxval."""
+    values = RandomUniform(-1.0, 3.0, seed=5)((MANY,), dtype).astype(np.float64)
+    assert values.min() >= -1.0
+    assert values.max() < 3.0
+    assert abs(values.mean() - 1.0) < 0.01
+    assert abs(values.std() - 4 / math.sqrt(12)) < 0.01
+    counts = np.histogram(values, 16, (-1.0, 3.0))[0]
+    np.testing.assert_allclose(counts, MANY / 16, rtol=0.03)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
+def test_uniform_values_never_round_up_to_maxval(dtype: Any) -> None:
+    """Where a type has few numbers between the limits, most values round, but none to maxval."""
+    spacing = float(np.nextafter(np.asarray(1.0).astype(dtype), np.asarray(2.0).astype(dtype))) - 1.0
+    values = RandomUniform(1.0, 1.0 + 4 * spacing, seed=5)((10_000,), dtype).astype(np.float64)
+    assert set(values) == {1.0 + i * spacing for i in range(4)}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
+def test_normal_values(dtype: Any) -> None:
+    """Normal values have the mean, the deviation and the tails asked for."""
+    values = (RandomNormal(2.0, 0.5, seed=6)((MANY,), dtype).astype(np.float64) - 2.0) / 0.5
+    assert abs(values.mean()) < 0.01
+    assert abs(values.std() - 1) < 0.01
+    for quantile in (-3, -2, -1, -0.5, 0.5, 1, 2, 3):
+        expected = NormalDist().cdf(quantile)
+        assert abs((values < quantile).mean() - expected) < 0.005 + 0.01 * (np.dtype(dtype).name == "bfloat16")
+    assert 4 < abs(values).max() < 6.5
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
+def test_truncated_normal_values(dtype: Any) -> None:
+    """Truncated normal values stay within two deviations, and are normal there."""
+    values = TruncatedNormal(-1.0, 0.25, seed=7)((MANY,), dtype).astype(np.float64)
+    scaled = (values + 1.0) / 0.25
+    assert -2.0 <= scaled.min() < -1.99
+    assert 1.99 < scaled.max() <= 2.0
+    assert abs(scaled.mean()) < 0.01
+    assert abs(scaled.std() - 0.87962566) < 0.01
+    share = NormalDist().cdf(2) - NormalDist().cdf(-2)
+    expected = (NormalDist().cdf(1) - NormalDist().cdf(-1)) / share
+    assert abs((abs(scaled) < 1).mean() - expected) < 0.01
+
+
+def test_neighbours_are_independent() -> None:
+    """Elements next to each other, in a row or in a column, are not correlated."""
+    for initializer in (RandomUniform(seed=1), RandomNormal(seed=1)):
+        values = initializer((512, 1024)).astype(np.float64)
+        for a, b in ((values[:, 1:], values[:, :-1]), (values[1:], values[:-1]), (values[:, 8:], values[:, :-8])):
+            assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.006
+
+
+@pytest.mark.parametrize(
+    ("minval", "maxval", "dtype"),
+    [(0, 10, np.int64), (-3, 4, np.int8), (250, 256, np.uint8), (0.0, 7.0, np.uint32), (-128, 128, np.int8)],
+)
+def test_uniform_integers(minval: float, maxval: float, dtype: Any) -> None:
+    """Integers from minval up to, without, maxval come equally often."""
+    values = RandomUniform(minval, maxval, seed=3)((MANY,), dtype)
+    found, counts = np.unique(values, return_counts=True)
+    assert found.tolist() == list(range(int(minval), int(maxval)))
+    np.testing.assert_allclose(counts, MANY / (maxval - minval), rtol=0.12)
+
+
+@pytest.mark.parametrize(
+    ("minval", "maxval"),
+    [
+        (0, 3),
+        (-5, (1 << 32) - 5),
+        (7, (1 << 33) + 12_345),
+        (-(1 << 63), (1 << 63) - 1),
+        (-(1 << 62) + 99, (1 << 61) + 987_654_321),
+    ],
+)
+def test_wide_ranges_of_integers(minval: int, maxval: int) -> None:
+    """Integers are those that the same formula gives in Python, which has no limit to its integers."""
+    values = RandomUniform(minval, maxval, seed=21)((2_000,), np.int64)
+    raw = np.random.Philox(key=21, counter=0).random_raw(2_000).tolist()
+    assert values.tolist() == [minval + (number * (maxval - minval) >> 64) for number in raw]
+
+
+def draws_of_interest(bits: int) -> list[int]:
+    """All powers of two and their neighbours, where the formulas change, and evenly spread ones."""
+    edges = {(1 << i) + d for i in range(bits) for d in (-1, 0, 1)}
+    changes = {round(p * 2**bits) + d for p in (0.075, 0.055, math.exp(-25.0)) for d in range(-2, 3)}
+    spread = set(range(0, 1 << bits, (1 << bits) // 500))
+    half = {d for d in edges | changes | spread if 0 <= d < 1 << bits}
+    return sorted(half | {(1 << bits) - 1 - d for d in half})
+
+
+@pytest.mark.parametrize("below", [0.0, initializers._BELOW_TWO_STDDEVS], ids=["whole", "truncated"])
+@pytest.mark.parametrize(("real", "rtol"), [(np.float32, 1e-6), (np.float64, 3e-14)])
+def test_quantiles(real: Any, rtol: float, below: float) -> None:
+    """The normal quantiles are those of Python's statistics, out to the last number that can be drawn."""
+    bits = 8 * np.dtype(real).itemsize
+    numbers = draws_of_interest(bits)
+    drawn = np.array(numbers, f"u{bits // 8}")
+    out, *scratch = np.empty((4, len(numbers)), real)
+    with np.errstate(all="raise"):
+        initializers._inverse_normal(drawn, out, scratch, below)
+
+    middle = 1 << (bits - 1)
+    expected = []
+    for number in numbers:
+        nearer = min(number, 2 * middle - 1 - number)
+        # 1 - p keeps few digits near 1, and p - 1/2 near 1/2: p of the nearer end, and a series in the middle.
+        q = (1 - 2 * below) * ((2 * nearer + 1 - 2 * middle) / (4 * middle))  # of integers: rounded once
+        if q > -0.01:
+            c = 2 * math.pi * q**2
+            z = math.sqrt(2 * math.pi) * q * (1 + c / 6 + 7 * c**2 / 120 + 127 * c**3 / 5040 + 4369 * c**4 / 362880)
+        else:
+            z = NormalDist().inv_cdf(below + (1 - 2 * below) * ((2 * nearer + 1) / (4 * middle)))
+        expected.append(z if number < middle else -z)
+    np.testing.assert_allclose(out, expected, rtol=rtol)
+    assert (np.diff(out.astype(np.float64)) >= -rtol * np.abs(out[1:])).all()
+
+
+# (fan in, fan out) as Keras 3's compute_fans has them.
+FANS = {
+    (): (1, 1),
+    (7,): (7, 7),
+    (3, 5): (3, 5),
+    (2, 3, 5): (6, 10),
+    (3, 3, 16, 32): (144, 288),
+    (2, 2, 2, 4, 8): (32, 64),
+    (0, 3): (0, 3),
+    (4, 0): (4, 0),
+}
+
+
+def test_fans() -> None:
+    """Fan in and fan out are Keras' for any rank."""
+    assert {shape: initializers._fans(shape) for shape in FANS} == FANS
+
+
+@pytest.mark.parametrize("shape", [(300, 500), (3, 3, 64, 128), (40_000,)])
+@pytest.mark.parametrize("initializer", RANDOM[3:], ids=by_name)
+def test_scaled_values(initializer: Initializer, shape: tuple[int, ...]) -> None:
+    """Glorot's and He's values have the variance of their papers, and the bounds of their distribution."""
+    fan_in, fan_out = initializers._fans(shape)
+    glorot = initializer.name.startswith("glorot")
+    stddev = math.sqrt(2 / (fan_in + fan_out) if glorot else 2 / fan_in)
+    bound = stddev * (math.sqrt(3) if initializer.name.endswith("uniform") else 2 / 0.87962566103423978)
+    values = initializer(shape).astype(np.float64)
+    assert abs(values.mean()) < 0.02 * stddev
+    assert abs(values.std() / stddev - 1) < 0.02
+    assert 0.99 * bound < abs(values).max() < bound * (1 + 1e-6)
+
+
+def test_fans_are_those_of_the_whole() -> None:
+    """A narrow block of a wide array has the bounds of the wide one."""
+    block = HeUniform(seed=1)((10_000, 4), np.float32, (100, 4), (5_000, 0))
+    assert abs(block).max() < math.sqrt(6 / 10_000)
+
+
+# The same everywhere
+
+
+@pytest.mark.parametrize(
+    "dtype", [*FLOATS, "complex64", "complex128", "int8", "int16", "int64", "uint8", "uint64", "bool"], ids=str
+)
+def test_constants(dtype: Any) -> None:
+    """Zeros, ones and a constant that is one fill any type, in whole and in part."""
+    for initializer, value in ((Zeros(), 0), (Ones(), 1), (Constant(1), 1), (Constant(1.0), 1)):
+        values = initializer((3, 4), dtype, (2, 4), (1, 0))
+        assert values.dtype == dtype
+        assert (values == np.asarray(value).astype(dtype)).all()
+        assert values.shape == (2, 4)
+
+
+def test_constants_at_the_edge() -> None:
+    """Integers up to 64 bits are exact, floats may be infinite, and float32 is the default type."""
+    assert (Constant((1 << 62) + 1)((2,), np.int64) == (1 << 62) + 1).all()
+    assert (Constant(-math.inf)((2,)) == -np.inf).all()
+    assert np.isnan(Constant(math.nan)((2,), np.float16)).all()
+    assert Constant(True)((), np.bool_).item() is True
+    assert Zeros()((2,)).dtype == np.float32
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: RandomUniform(1.0, 1.0), "minval is 1.0, but must be below maxval, which is 1.0"),
+        (lambda: RandomUniform(math.nan, 1.0), "minval is nan, but must be a number, finite"),
+        (lambda: RandomUniform(0, 1 << 63), "maxval is 9223372036854775808, but must be a number, finite within 64"),
+        (lambda: RandomNormal(0.0, -1.0), "stddev is -1.0, but must be a number, finite, at least 0"),
+        (lambda: RandomNormal("a"), "random_normal: mean is 'a', but must be a number, finite"),  # type: ignore[arg-type]
+        (lambda: TruncatedNormal(stddev=math.inf), "truncated_normal: stddev is inf"),
+        (lambda: GlorotNormal(-1), "glorot_normal: seed is -1, but must be an integer from 0 to 2**63 - 1"),
+        (lambda: HeNormal(1 << 63), "seed is 9223372036854775808"),
+        (lambda: HeNormal(1.5), "seed is 1.5, but must be an integer"),  # type: ignore[arg-type]
+        (lambda: HeNormal(True), "seed is True, but must be an integer"),
+        (lambda: Constant("x"), "value is 'x', but must be a number"),  # type: ignore[arg-type]
+        (lambda: Constant(1j), "value is 1j, but must be a number"),  # type: ignore[arg-type]
+    ],
+)
+def test_parameters_out_of_their_limits_are_refused(make: Any, said: str) -> None:
+    """A wrong parameter is refused when the initializer is made: its name, value and limit are said."""
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("initializer", "dtype", "said"),
+    [
+        (RandomNormal(seed=1), np.int32, "random_normal makes float16, bfloat16, float32, float64, not int32"),
+        (GlorotUniform(1), np.complex64, "not complex64: choose one of these dtypes"),
+        (RandomUniform(0, 2, seed=1), np.bool_, "not bool"),
+        (RandomUniform(seed=1), np.int32, "minval is -0.05, but for elements of int32 it must be a whole number"),
+        (RandomUniform(0, 257, seed=1), np.uint8, "maxval is 257, but for elements of uint8 it must be a whole"),
+        (RandomUniform(-1, 9, seed=1), np.uint8, "minval is -1, but for elements of uint8"),
+        (RandomUniform(0, 1e5, seed=1), np.float16, "values may be as large as 1e+05, which float16 can't hold"),
+        (RandomUniform(-3e38, 3e38, seed=1), np.float32, "values may be as large as 6e+38, which float32 can't hold"),
+        (RandomUniform(1.0, 1.0 + 1e-9, seed=1), np.float32, None),
+        (RandomUniform(0.1, 0.1 + 1e-12, seed=1), np.float32, "no float32 lies in [0.1, 0.1000000000"),
+        (RandomNormal(0, 1e4, seed=1), np.float16, "which float16 can't hold: give smaller parameters or a wider"),
+        (Constant(1e5), np.float16, "constant: 100000.0 is too large for float16"),
+        (Constant(0.5), np.int32, "0.5 is no element of int32: give a whole number from -2147483648 to 2147483647"),
+        (Constant(math.nan), np.int32, "nan is no element of int32"),
+        (Constant(math.inf), np.int32, "inf is no element of int32"),
+        (Constant(256), np.uint8, "256 is no element of uint8: give a whole number from 0 to 255"),
+        (Constant(2), np.bool_, "2 is no element of bool: give a whole number from 0 to 1"),
+        (Zeros(), "U3", "zeros makes numbers and bools, not elements of type <U3"),
+    ],
+)
+def test_types_that_make_no_sense_are_refused(initializer: Initializer, dtype: Any, said: str | None) -> None:
+    """A type that can't hold the values is refused before anything is written, and `check` says the same."""
+    if said is None:
+        initializer.check((2,), dtype)
+        assert initializer((2,), dtype).tolist() == [1.0, 1.0]
+        return
+    with pytest.raises(ValueError, match=re.escape(said)):
+        initializer.check((2,), dtype)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        initializer((2,), dtype)
+
+
+def test_blocks_that_make_no_sense_are_refused() -> None:
+    """A block outside the whole, of another rank, dtype or layout is refused, and nothing is written."""
+    ones = np.ones((4, 3), np.float32)
+    zeros = Zeros()
+    with pytest.raises(ValueError, match=r"a block of shape \(4, 3\) at offset \(2, 0\) is not inside shape \(5, 3\)"):
+        zeros.generate((5, 3), np.float32, (2, 0), ones)
+    with pytest.raises(ValueError, match="is not inside shape"):
+        zeros.generate((4, 3, 1), np.float32, (0, 0), ones)
+    with pytest.raises(ValueError, match=r"at offset \(0,\) is not inside"):
+        zeros.generate((4, 3), np.float32, (0,), ones)
+    with pytest.raises(ValueError, match="must not be negative"):
+        zeros.generate((4, 3), np.float32, (-1, 0), ones)
+    with pytest.raises(ValueError, match="is of float32, but float64 was asked for"):
+        zeros.generate((4, 3), np.float64, (0, 0), ones)
+    with pytest.raises(ValueError, match="is not C-contiguous"):
+        zeros.generate((3, 4), np.float32, (0, 0), ones.T)
+    with pytest.raises(ValueError, match="give both or none"):
+        zeros((4, 3), np.float32, partition_shape=(2, 3))
+    assert (ones == 1).all()
+
+
+# On the wire
+
+EVERY = [*RANDOM, Zeros(), Ones(), Constant(0.1), Constant(-(1 << 63)), RandomUniform(-7, 9, seed=(1 << 63) - 1)]
+
+
+@pytest.mark.parametrize("initializer", EVERY, ids=repr)
+def test_specs(initializer: Initializer) -> None:
+    """An initializer comes back from its spec, through JSON too, with its seed exact."""
+    name, numbers = initializer.to_spec()
+    assert INITIALIZERS[name] is type(initializer)
+    assert from_spec(name, numbers) == initializer
+    again = from_spec(name, json.loads(json.dumps(numbers)))
+    assert repr(again) == repr(initializer)
+    assert all(type(number) in (int, float) for number in numbers.values())
+
+
+def test_numpy_parameters_become_pythons() -> None:
+    """Parameters that are NumPy's are the same initializer as with Python's numbers."""
+    made = RandomUniform(np.int8(-3), np.float32(4.0), seed=np.int64(9))  # type: ignore[arg-type]
+    assert repr(made) == "RandomUniform(minval=-3, maxval=4.0, seed=9)"
+    assert made == RandomUniform(-3, 4.0, seed=9)
+    with pytest.raises(FrozenInstanceError):
+        made.seed = 3  # type: ignore[misc]
+
+
+def test_specs_that_make_no_sense_are_refused() -> None:
+    """An unknown name or parameter is refused, and a missing seed too, which every shard would draw anew."""
+    with pytest.raises(ValueError, match="there is no initializer 'orthogonal': there are zeros, ones"):
+        from_spec("orthogonal", {})
+    with pytest.raises(ValueError, match="random_normal has no parameter 'scale': it has mean, stddev, seed"):
+        from_spec("random_normal", {"scale": 1, "seed": 1})
+    with pytest.raises(ValueError, match="zeros has no parameter 'value': it has none"):
+        from_spec("zeros", {"value": 1})
+    with pytest.raises(ValueError, match="he_normal: the seed is missing"):
+        from_spec("he_normal", {})
+
+
+def test_names_are_keras() -> None:
+    """The registry has the initializers asked for, by Keras' names."""
+    assert list(INITIALIZERS) == [
+        *("zeros", "ones", "constant", "random_uniform", "random_normal", "truncated_normal"),
+        *("glorot_uniform", "glorot_normal", "he_uniform", "he_normal"),
+    ]
