@@ -1,0 +1,266 @@
+"""The runner and its service, without a network: a function that was sent gets one outcome, whoever wants it back."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+
+from pscluster.core.errors import StaleError
+from pscluster.core.values import encode_call
+from pscluster.ps.client import PsClient
+from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.worker import runner as runner_module
+from pscluster.worker.job import Job
+from pscluster.worker.runner import Outcome, Runner
+from pscluster.worker.service import WorkerRole, WorkerService
+
+PATIENCE = 60.0
+
+
+class NoServers:
+    """Stands for the parameter servers' client, which these functions do not use."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def make_job(incarnation: int = 1, **functions: Callable[..., Any]) -> Job:
+    """A job that knows these functions by name."""
+    job = Job(
+        incarnation=incarnation,
+        worker_index=0,
+        num_workers=1,
+        seed=0,
+        client=cast(PsClient, NoServers()),
+        connect_timeout=PATIENCE,
+    )
+    job._definitions.update(functions)
+    return job
+
+
+def step(function: int, definition: str, *args: Any, attachments: list[memoryview] | None = None) -> worker_pb2.Step:
+    """A step that calls the function of that name."""
+    arguments = encode_call(args, {}, attachments=attachments)
+    return worker_pb2.Step(function=function, definition=definition, arguments=arguments, want_result=True)
+
+
+class Stream:
+    """A runner, what is sent to it, and the outcomes that it sends."""
+
+    def __init__(self, job: Job) -> None:
+        self.runner = Runner(job, threading.Lock())
+        self.outcomes: list[Outcome] = []
+        self._sent: queue.SimpleQueue[worker_pb2.StepsRequest | None] = queue.SimpleQueue()
+        self._collector = threading.Thread(target=self._collect, daemon=True)
+        self._collector.start()
+        self._runs = threading.Thread(target=self.runner.run, args=(iter(self._sent.get, None),), daemon=True)
+        self._runs.start()
+
+    def _collect(self) -> None:
+        for reply in self.runner.outcomes():
+            self.outcomes.extend(reply.outcomes)
+
+    def send(self, position: int, *steps: worker_pb2.Step) -> None:
+        """Send steps, the first of them at that position."""
+        self._sent.put(worker_pb2.StepsRequest(position=position, steps=steps))
+
+    def end(self) -> list[Outcome]:
+        """Let what was sent run, end the stream; all outcomes."""
+        drained = threading.Event()
+        self.runner._job._definitions["drained"] = drained.set
+        self.send(1000, step(0, "drained"))
+        assert drained.wait(PATIENCE)
+        assert self.runner.wait_idle(PATIENCE)
+        self._sent.put(None)
+        self._runs.join(PATIENCE)
+        self._collector.join(PATIENCE)
+        assert not self._runs.is_alive()
+        assert not self._collector.is_alive()
+        return [outcome for outcome in self.outcomes if outcome.function]
+
+
+def kinds(outcomes: Sequence[Outcome]) -> Counter[tuple[int, str]]:
+    """How often each function had which outcome."""
+    return Counter((outcome.function, Outcome.Kind.Name(outcome.kind)) for outcome in outcomes)
+
+
+class Blocker:
+    """A function that waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        """Say that it runs, and wait."""
+        self.begun.set()
+        assert self.released.wait(PATIENCE)
+
+
+def test_what_is_recalled_comes_back_once_on_the_stream() -> None:
+    """Asked for twice, functions that were read and such that were not come back once each; what runs goes on."""
+    block, ran = Blocker(), list[int]()
+    stream = Stream(make_job(block=block, note=ran.append))
+    stream.send(1, step(11, "block"), step(12, "note", 12), step(13, "note", 13))
+    assert block.begun.wait(PATIENCE)
+    stream.send(4, step(14, "note", 14), step(15, "note", 15))  # not read before the running function has ended
+    for _ in range(2):
+        stream.runner.recall([11, 13, 14], [1, 3, 4], cancel_running=False)
+    block.released.set()
+    stream.send(6, step(13, "note", 13))  # sent again, to the same worker
+    assert kinds(stream.end()) == {
+        (11, "DONE"): 1,
+        (12, "DONE"): 1,
+        (13, "RETURNED"): 1,
+        (13, "DONE"): 1,
+        (14, "RETURNED"): 1,
+        (15, "DONE"): 1,
+    }
+    assert ran == [12, 15, 13]
+
+
+def test_a_late_recall_does_not_touch_the_function_sent_again() -> None:
+    """A recall names places on the stream: a function that came back and was sent anew is at another one."""
+    block, ran = Blocker(), list[int]()
+    stream = Stream(make_job(block=block, note=ran.append))
+    stream.send(1, step(11, "block"), step(12, "note", 12))
+    assert block.begun.wait(PATIENCE)
+    stream.runner.recall([12], [2], cancel_running=False)
+    stream.send(3, step(12, "note", 12))
+    block.released.set()
+    reached = threading.Event()
+    stream.runner._job._definitions["reached"] = lambda: reached.set()
+    stream.send(4, step(13, "reached"))
+    assert reached.wait(PATIENCE)
+    stream.runner.recall([12], [2], cancel_running=False)
+    assert kinds(stream.end())[12, "RETURNED"] == 1
+    assert ran == [12]
+
+
+def test_arguments_of_recalled_functions_are_not_kept() -> None:
+    """Large arguments that came for a place are dropped when it is recalled, those of the next sending are not."""
+    block, seen = Blocker(), list[int]()
+    job = make_job(block=block, size=lambda array: seen.append(array.nbytes))
+    stream = Stream(job)
+
+    def large(position: int, function: int) -> worker_pb2.Step:
+        attachments: list[memoryview] = []
+        made = step(function, "size", np.zeros(1 << 17, np.uint8), attachments=attachments)
+        job.take_arguments(position, attachments)
+        return made
+
+    stream.send(1, step(11, "block"), large(2, 12))
+    assert block.begun.wait(PATIENCE)
+    stream.runner.recall([12, 13], [2, 3], cancel_running=False)  # the second while it is still being prepared
+    stream.send(3, large(3, 13))
+    stream.send(4, large(4, 13))
+    block.released.set()
+    assert kinds(stream.end())[13, "DONE"] == 1
+    assert seen == [1 << 17]
+    assert job._arguments == {}
+
+
+def test_leaving_does_not_wait_for_outcomes_that_nobody_takes() -> None:
+    """A worker whose coordinator is gone stops as soon as nothing runs."""
+    runner = Runner(make_job(note=lambda: None), threading.Lock())
+    runner.run(iter([worker_pb2.StepsRequest(position=1, steps=[step(11, "note")])]))
+    assert runner.wait_idle(0.0), "the stream is over, its outcome is still there"
+
+
+def test_a_result_too_large_for_a_message_is_the_functions_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails, once and with a sentence, where the message would have broken the stream for all."""
+    monkeypatch.setattr(runner_module, "MAX_INLINE_BYTES", 1 << 20)
+    stream = Stream(make_job(many=lambda: [1.0] * (1 << 17)))
+    stream.send(1, step(11, "many"))
+    (outcome,) = stream.end()
+    assert outcome.failure.qualname == "TypeError"
+    assert "the result takes 1 MiB in one message" in outcome.failure.message
+
+
+def test_the_last_results_are_fetched_before_a_worker_goes() -> None:
+    """There is something to wait for until the large arrays of the last result were fetched."""
+    job = make_job(array=lambda: np.zeros(1 << 17, np.uint8))
+    stream = Stream(job)
+    stream.send(1, step(11, "array"))
+    stream.end()
+    assert not job.wait_fetched(0.0)
+    job.drop_result(11)
+    assert job.wait_fetched(0.0)
+
+
+class Context:
+    """As much of a call's context as the service asks for."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.active = True
+
+    def is_active(self) -> bool:
+        """Whether the call goes on."""
+        self.asked.set()
+        return self.active
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Called when the call ends: never."""
+        del callback
+        return True
+
+
+def make_role() -> WorkerRole:
+    """A worker's role without servers."""
+    return WorkerRole(0, lambda job, incarnation: cast(PsClient, NoServers()), PATIENCE)
+
+
+def begin_stream(role: WorkerRole, incarnation: int, context: Context) -> Iterator[worker_pb2.StepsReply]:
+    """The replies of a new stream of steps."""
+    request = worker_pb2.StepsRequest(incarnation=incarnation)
+    return WorkerService(role).steps(iter([request]), cast(grpc.ServicerContext, context))
+
+
+def test_what_is_left_of_an_earlier_attachment_is_refused() -> None:
+    """A recall that was on its way when the connection broke is not taken for one of the next connection."""
+    role = make_role()
+    old, new = (role.attached(node_pb2.AttachRequest(job=7)) for _ in range(2))
+    next(begin_stream(role, new, Context()))
+    service = WorkerService(role)
+    request = worker_pb2.RecallRequest(incarnation=old, functions=[1], positions=[1])
+    with pytest.raises(StaleError, match="attachment to the worker is over"):
+        service.recall(request, cast(grpc.ServicerContext, Context()))
+    with pytest.raises(StaleError, match="attachment to the worker is over"):
+        next(begin_stream(role, old, Context()))
+
+
+def test_a_stream_is_up_when_the_earlier_ones_function_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that returns gets functions when it can run them, not while an old one still does."""
+    monkeypatch.setattr("pscluster.worker.service._TURN_SECONDS", 0.0)
+    role, context = make_role(), Context()
+    stream = begin_stream(role, role.attached(node_pb2.AttachRequest(job=7)), context)
+    up = threading.Event()
+
+    def wait() -> None:
+        next(stream)
+        up.set()
+
+    with role._turn:  # as a function has it
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        assert context.asked.wait(PATIENCE)
+        assert not up.is_set()
+    assert up.wait(PATIENCE)
+    waiter.join(PATIENCE)
+
+
+def test_a_stream_that_waits_for_its_turn_ends_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread stays behind for a coordinator that is gone."""
+    monkeypatch.setattr("pscluster.worker.service._TURN_SECONDS", 0.0)
+    role, context = make_role(), Context()
+    context.active = False
+    stream = begin_stream(role, role.attached(node_pb2.AttachRequest(job=7)), context)
+    with role._turn:
+        assert list(stream) == []

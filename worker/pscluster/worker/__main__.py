@@ -1,0 +1,3 @@
+from pscluster.worker.main import main
+
+main()

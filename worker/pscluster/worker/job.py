@@ -1,0 +1,158 @@
+"""What a worker holds for a job: definitions, resources, attachments, and its client of the parameter servers.
+
+A coordinator that attaches gets a fresh `Job` under a fresh incarnation and sends everything anew; what an
+earlier attachment left is dropped, and its late updates are refused by the servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pscluster.core.context import FunctionContext, running
+from pscluster.core.definitions import resolve
+from pscluster.core.errors import ProtocolError, StaleError
+from pscluster.core.frames import Buffer
+from pscluster.core.handles import Handle
+from pscluster.ps.client import PsClient
+from pscluster.ps.handles import handle_of
+from pscluster.v1 import definition_pb2, worker_pb2
+from pscluster.worker.datasets import InputContext, WorkerIterator, call_dataset_fn, mixed_seed
+from pscluster.worker.strategy import Strategy
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """One attachment of a coordinator to this worker. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: int,
+        worker_index: int,
+        num_workers: int,
+        seed: int,
+        client: PsClient,
+        connect_timeout: float,
+    ) -> None:
+        self.incarnation = incarnation
+        self.worker_index = worker_index
+        self.num_workers = num_workers
+        self._seed = seed
+        self._client = client
+        self._connect_timeout = connect_timeout
+        self._connected = False
+        self._connecting = threading.Lock()
+        self._lock = threading.Lock()
+        self._handles: dict[tuple[str, str], Handle] = {("strategy", ""): Strategy(client)}
+        self._definitions: dict[str, Callable[..., Any]] = {}
+        self._arguments: dict[int, list[memoryview]] = {}
+        self._results: dict[int, Sequence[Buffer]] = {}
+        self._fetched = threading.Condition(self._lock)
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        """The attachment is over."""
+        self.closed.set()
+        self._client.close()
+
+    def client(self) -> PsClient:
+        """The parameter servers' client, connected."""
+        with self._connecting:
+            if not self._connected:
+                self._client.connect(self._connect_timeout, self.closed)
+                self._connected = True
+        return self._client
+
+    # Handles
+
+    def resolve_handle(self, kind: str, key: str) -> Handle:
+        """This worker's object for a handle."""
+        with self._lock:
+            known = self._handles.get((kind, key))
+        if known is not None:
+            return known
+        handle = handle_of(kind, key, self.client, self.resolve_handle)
+        if handle is None:
+            raise ProtocolError(f"there is no {kind} {key!r} on this worker")
+        with self._lock:
+            return self._handles.setdefault((kind, key), handle)
+
+    # Definitions and resources
+
+    def define(self, definition: definition_pb2.Definition, pickle: memoryview) -> None:
+        """Take a function or class. UnresolvedReference if it goes by a reference that leads nowhere here."""
+        function = resolve(definition, pickle, self.resolve_handle)
+        with self._lock:
+            self._definitions[definition.digest] = function
+
+    def definition(self, digest: str) -> Callable[..., Any]:
+        """What was defined under that digest."""
+        with self._lock:
+            function = self._definitions.get(digest)
+        if function is None:
+            raise ProtocolError(f"function {digest[:12]} was never defined on this worker")
+        return function
+
+    def build(self, resource: worker_pb2.Resource) -> None:
+        """Build a per-worker iterator. Errors of the user's function wait in it for the step that uses it."""
+        dataset_fn = self.definition(resource.definition)
+        context = InputContext(
+            self.worker_index, self.num_workers, mixed_seed(self._seed, resource.seed, self.worker_index)
+        )
+        with running(self.context(function=0, attempt=0)):
+            iterator = WorkerIterator(str(resource.id), lambda: call_dataset_fn(dataset_fn, context))
+        with self._lock:
+            self._handles[iterator.handle_kind, iterator.handle_key] = iterator
+
+    def release(self, resources: Sequence[int], definitions: Sequence[str]) -> None:
+        """Nobody uses these any more."""
+        with self._lock:
+            for number in resources:
+                self._handles.pop((WorkerIterator.handle_kind, str(number)), None)
+            for digest in definitions:
+                self._definitions.pop(digest, None)
+
+    def context(self, *, function: int, attempt: int) -> FunctionContext:
+        """The context for a function of this job."""
+        return FunctionContext(
+            function=function, attempt=attempt, worker_index=self.worker_index, num_workers=self.num_workers
+        )
+
+    # Large arrays of arguments and results
+
+    def take_arguments(self, position: int, attachments: list[memoryview]) -> None:
+        """The large arrays of the arguments of the step at that position have come."""
+        with self._lock:
+            self._arguments[position] = attachments
+
+    def pop_arguments(self, position: int) -> list[memoryview]:
+        """Those arrays; they are not kept."""
+        with self._lock:
+            return self._arguments.pop(position, [])
+
+    def put_result(self, function: int, attachments: Sequence[Buffer]) -> None:
+        """Keep the large arrays of a result until they have been fetched."""
+        with self._lock:
+            self._results[function] = attachments
+
+    def result(self, function: int) -> Sequence[Buffer]:
+        """The large arrays of a result."""
+        with self._lock:
+            if function not in self._results:
+                raise StaleError(f"function {function} has no result to fetch on this worker")
+            return self._results[function]
+
+    def drop_result(self, function: int) -> None:
+        """They have been fetched."""
+        with self._lock:
+            self._results.pop(function, None)
+            self._fetched.notify_all()
+
+    def wait_fetched(self, timeout: float) -> bool:
+        """Wait until no result is left to fetch. False if that takes longer."""
+        with self._fetched:
+            return self._fetched.wait_for(lambda: not self._results, timeout)

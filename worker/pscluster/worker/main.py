@@ -1,0 +1,98 @@
+"""The worker's process: `pscluster worker`, or `python -m pscluster.worker`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import click
+
+from pscluster.core.channels import PeerAddress, wait_for_peers
+from pscluster.core.cluster import ClusterSpec
+from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.identity import make_identity
+from pscluster.core.process import main_of
+from pscluster.core.serving import (
+    RoleOptions,
+    RoleServer,
+    StopRequest,
+    listen_address,
+    own_task,
+    role_options,
+    run_role,
+)
+from pscluster.core.tokens import call_metadata
+from pscluster.ps.client import PsClient
+from pscluster.worker.service import SERVICE, WorkerRole, WorkerService
+
+logger = logging.getLogger(__name__)
+
+
+def ps_peers(cluster: ClusterSpec) -> list[PeerAddress]:
+    """The parameter servers of a cluster, in order. ConfigurationError if there is none, or a gap."""
+    indices = cluster.task_indices("ps") if "ps" in cluster.jobs else []
+    if not indices or indices != list(range(len(indices))):
+        found = f"has the indices {indices}" if indices else "has no tasks"
+        raise ConfigurationError(
+            f"TF_CONFIG: cluster.ps {found}, but a worker needs every parameter server; write, for example, "
+            '{"cluster": {"ps": ["ps0:2222", "ps1:2222"]}}'
+        )
+    return [PeerAddress("ps", index, cluster.task_address("ps", index)) for index in indices]
+
+
+def serve_worker(
+    index: int, address: str, cluster: ClusterSpec, options: RoleOptions
+) -> Callable[[StopRequest], Callable[[], None]]:
+    """What `run_role` starts: a worker that listens on `address`."""
+    peers = ps_peers(cluster)
+    metadata = call_metadata(options.token)
+
+    def serve(stop: StopRequest) -> Callable[[], None]:
+        identity = make_identity("worker", index)
+        role = WorkerRole(
+            index,
+            lambda job, incarnation: PsClient(peers, identity, metadata, job=job, incarnation=incarnation),
+            options.connect_timeout,
+        )
+        server = RoleServer(
+            identity,
+            role,
+            {"worker": (SERVICE, WorkerService(role))},
+            address,
+            options,
+            on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
+        )
+
+        def close() -> None:
+            server.leave()
+            role.leave(options.grace)
+            server.stop(0.5)  # outcomes that are on their way; the streams do not end by themselves
+
+        try:
+            wait_for_peers(
+                peers, identity, metadata, timeout=options.connect_timeout, stop=stop.event, purpose=f"worker {index}"
+            )
+        except PsClusterError:
+            if not stop.event.is_set():
+                close()
+                raise
+        else:
+            server.ready()
+            logger.info("worker %d serving on %s", index, address)
+        return close
+
+    return serve
+
+
+@click.command("worker", help="Run a worker: the task that TF_CONFIG names.")
+@role_options
+def command(options: RoleOptions) -> None:
+    """Run this process' task."""
+    config, index = own_task("worker")
+    address = listen_address(config.cluster.task_address("worker", index), options)
+    run_role("worker", index, options, serve_worker(index, address, config.cluster, options))
+
+
+def main() -> None:
+    """Entry point."""
+    main_of(command)

@@ -1,0 +1,239 @@
+"""Runs the functions of one `Steps` stream, one after the other, and hands their outcomes on.
+
+Threads: one reads the stream and runs what comes, in order; the stream's own thread sends outcomes as they
+are ready, so that no finished function waits for a running one. Functions that were sent but not yet read
+wait in the stream; `recall` therefore tells apart, by their position in the order of sending, those that
+were not read yet, those that wait here, the running one and those that have ended.
+
+Every function that was sent gets exactly one outcome on the stream, or none because the stream ended; in that
+case the coordinator hands it to another worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from pscluster.core.channels import MAX_INLINE_BYTES
+from pscluster.core.context import FunctionContext, running
+from pscluster.core.definitions import record_resolver
+from pscluster.core.errors import FunctionCancelled, PsClusterError
+from pscluster.core.frames import Buffer
+from pscluster.core.values import decode_call, encode
+from pscluster.v1 import value_pb2, worker_pb2
+from pscluster.worker.datasets import EndOfIterator, end_of_dataset
+from pscluster.worker.failures import failure_of
+from pscluster.worker.job import Job
+
+logger = logging.getLogger(__name__)
+
+_REPLY_BYTES = 4 << 20  # outcomes are put into one message up to about this size
+
+Outcome = worker_pb2.Outcome
+
+
+class Runner:
+    """The functions of one stream: see the module's docstring."""
+
+    def __init__(self, job: Job, turn: threading.Lock) -> None:
+        self._job = job
+        self._turn = turn  # shared by all streams of the worker: one function at a time
+        self._condition = threading.Condition()
+        self._waiting: deque[tuple[int, worker_pb2.Step]] = deque()  # with their positions
+        self._read = 0  # position of the last step that was read
+        self._recalled: set[int] = set()  # positions that were recalled before they were read
+        self._running: FunctionContext | None = None
+        self._outbox: deque[Outcome] = deque()
+        self._ended = False
+        self._leaving = False
+        self.done = 0
+
+    @property
+    def running(self) -> int:
+        """How many functions run now."""
+        return int(self._running is not None)
+
+    # The reading and running thread
+
+    def run(self, requests: Iterator[worker_pb2.StepsRequest]) -> None:
+        """Take steps from the stream and run them until it ends."""
+        try:
+            for request in requests:
+                self._accept(request)
+                while (next_one := self._next()) is not None:
+                    self._settle(self._run_one(*next_one))
+        except grpc.RpcError:
+            pass  # the coordinator has gone: nobody waits for outcomes
+        except PsClusterError as error:
+            logger.warning("the stream of steps is ended: %s", error)
+        except Exception:
+            logger.exception("the runner stopped; its functions go to other workers")
+        finally:
+            self.end()
+
+    def _accept(self, request: worker_pb2.StepsRequest) -> None:
+        with self._condition:
+            for position, step in enumerate(request.steps, request.position):
+                self._read = position
+                if position in self._recalled:
+                    self._recalled.discard(position)
+                    self._job.pop_arguments(position)
+                elif self._leaving:
+                    self._give_back(position, step.function)
+                else:
+                    self._waiting.append((position, step))
+
+    def _next(self) -> tuple[int, worker_pb2.Step] | None:
+        with self._condition:
+            if not self._waiting or self._ended:
+                return None
+            position, step = self._waiting.popleft()
+            self._running = self._job.context(function=step.function, attempt=step.attempt)
+            return position, step
+
+    def _give_back(self, position: int, function: int) -> None:
+        """Under the lock. It will not run here."""
+        self._job.pop_arguments(position)
+        self._outbox.append(Outcome(function=function, kind=Outcome.RETURNED))
+        self._condition.notify_all()
+
+    def _settle(self, outcome: Outcome) -> None:
+        with self._condition:
+            self._running = None
+            self.done += 1
+            self._outbox.append(outcome)
+            self._condition.notify_all()
+
+    def _run_one(self, position: int, step: worker_pb2.Step) -> Outcome:
+        context = self._running
+        assert context is not None  # set by _next
+        arguments = self._job.pop_arguments(position)
+        outcome = Outcome(function=step.function)
+        begin = time.perf_counter()
+        try:
+            with self._turn, running(context):
+                context.check()
+                function = self._job.definition(step.definition)
+                args, kwargs = self._arguments(step, arguments)
+                begin = time.perf_counter()
+                result = function(*args, **kwargs)
+            outcome.seconds = time.perf_counter() - begin
+            if step.want_result and result is not None:
+                self._encode_result(step.function, result, outcome)
+            outcome.kind = Outcome.DONE
+        except FunctionCancelled:
+            outcome.kind = Outcome.CANCELLED
+        except BaseException as error:  # a step's sys.exit() must not end the worker
+            outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=time.perf_counter() - begin)
+            outcome.failure.CopyFrom(failure_of(_without_stop(error)))
+        return outcome
+
+    def _arguments(
+        self, step: worker_pb2.Step, attachments: list[memoryview]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not step.HasField("arguments"):
+            return (), {}
+        return decode_call(
+            step.arguments,
+            attachments=attachments,
+            resolve_handle=self._job.resolve_handle,
+            resolve_record=record_resolver(self._job.definition),
+        )
+
+    def _encode_result(self, function: int, result: Any, outcome: Outcome) -> None:
+        attachments: list[memoryview] = []
+        value: value_pb2.Value = encode(result, path="the result", attachments=attachments)
+        if (size := value.ByteSize()) > MAX_INLINE_BYTES:
+            raise TypeError(
+                f"the result takes {size >> 20} MiB in one message, more than {MAX_INLINE_BYTES >> 20}: return arrays "
+                "or bytes, which travel beside it, in place of many small objects"
+            )
+        outcome.value.CopyFrom(value)
+        if attachments:
+            # The function may use its arrays again once it has returned.
+            kept: list[Buffer] = [bytes(attachment) for attachment in attachments]
+            outcome.attachments.function = function
+            outcome.attachments.sizes.extend(map(len, kept))
+            self._job.put_result(function, kept)
+
+    # The sending thread
+
+    def outcomes(self) -> Iterator[worker_pb2.StepsReply]:
+        """Outcomes as they are ready, several a message where several are; ends with the stream."""
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._outbox or self._ended)
+                batch, size = [], 0
+                while self._outbox and size < _REPLY_BYTES:
+                    size += self._outbox[0].ByteSize()
+                    batch.append(self._outbox.popleft())
+                self._condition.notify_all()
+            if not batch:
+                return
+            yield worker_pb2.StepsReply(outcomes=batch)
+
+    # Other threads
+
+    def recall(self, functions: list[int], positions: list[int], cancel_running: bool) -> None:
+        """Give back what has not started; with `cancel_running`, ask what runs to stop."""
+        with self._condition:
+            waiting = {position for position, _ in self._waiting}
+            for function, position in zip(functions, positions, strict=True):
+                if position in waiting:
+                    self._give_back(position, function)
+                elif position > self._read and position not in self._recalled:
+                    self._recalled.add(position)
+                    self._give_back(position, function)
+                elif cancel_running and self._running is not None and self._running.function == function:
+                    self._running.cancel()
+            gone = waiting.intersection(positions)
+            self._waiting = deque(each for each in self._waiting if each[0] not in gone)
+
+    def leave(self) -> None:
+        """Give back what has not started; the running function may end.
+
+        The stream stays until the coordinator, which was told, has ended its side: there may be functions in it
+        that nobody has read, and to end it while a message is written to it would break it off.
+        """
+        with self._condition:
+            self._leaving = True
+            for position, step in self._waiting:
+                self._give_back(position, step.function)
+            self._waiting.clear()
+            self._condition.notify_all()
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until nothing runs and all outcomes are on their way, or nobody wants them. False if it takes longer."""
+        with self._condition:
+            return self._condition.wait_for(
+                lambda: self._running is None and (self._ended or not self._outbox), timeout
+            )
+
+    def wait_ended(self, timeout: float) -> bool:
+        """Wait until no more functions can come. False if that takes longer."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._ended, timeout)
+
+    def end(self) -> None:
+        """The stream is over: what runs is asked to stop, the rest is forgotten."""
+        with self._condition:
+            self._ended = True
+            self._waiting.clear()
+            if self._running is not None:
+                self._running.cancel()
+            self._condition.notify_all()
+
+
+def _without_stop(error: BaseException) -> BaseException:
+    """Something else for a StopIteration, which a `join()` or `fetch()` inside a loop would end that loop with."""
+    if isinstance(error, EndOfIterator):
+        return end_of_dataset(error.given).with_traceback(error.__traceback__)
+    if isinstance(error, StopIteration):  # as Python does where one leaves a generator
+        return RuntimeError("the function raised StopIteration").with_traceback(error.__traceback__)
+    return error

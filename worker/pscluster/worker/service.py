@@ -1,0 +1,217 @@
+"""Servicer of pscluster.v1.Worker: translates between the wire, the job and the runner."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from pscluster.core.definitions import UnresolvedReference
+from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, StaleError
+from pscluster.core.frames import Assembler, pack, pieces, unpack
+from pscluster.core.identity import fresh_id
+from pscluster.core.node import Role
+from pscluster.ps.client import PsClient
+from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.worker.job import Job
+from pscluster.worker.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
+
+_MAX_UPLOAD_BYTES = 1 << 46
+_TURN_SECONDS = 1.0  # so often a stream that waits for its turn looks whether it is still wanted
+
+ClientFactory = Callable[[int, int], PsClient]
+"""(job, incarnation) -> a client that is not connected yet."""
+
+
+class WorkerRole(Role):
+    """Keeps the job that the worker works for, and the runner of its stream."""
+
+    def __init__(self, index: int, make_client: ClientFactory, connect_timeout: float) -> None:
+        self._index = index
+        self._make_client = make_client
+        self._connect_timeout = connect_timeout
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._job: Job | None = None
+        self._runner: Runner | None = None
+        self._leaving = False
+        self._done_before = 0
+
+    def attached(self, request: node_pb2.AttachRequest) -> int:
+        """A fresh job under a fresh incarnation: what an earlier attachment left is dropped."""
+        incarnation = fresh_id()
+        job = Job(
+            incarnation=incarnation,
+            worker_index=self._index,
+            num_workers=request.num_workers,
+            seed=request.seed,
+            client=self._make_client(request.job, incarnation),
+            connect_timeout=self._connect_timeout,
+        )
+        self._replace(job)
+        return incarnation
+
+    def job_ended(self) -> None:
+        """Drop everything."""
+        self._replace(None)
+
+    def _replace(self, job: Job | None) -> None:
+        with self._lock:
+            old, self._job = self._job, job
+            runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.end()
+            self._done_before += runner.done
+        if old is not None:
+            old.close()
+
+    def describe(self, reply: node_pb2.StatusReply) -> None:
+        """Functions done and running."""
+        runner = self._runner
+        reply.functions_done = self._done_before + (runner.done if runner else 0)
+        reply.functions_running = runner.running if runner else 0
+
+    def job(self, incarnation: int) -> Job:
+        """The job of a request. StaleError if the attachment that it names is over."""
+        job = self._job
+        if job is None or job.incarnation != incarnation:
+            raise StaleError("this attachment to the worker is over")
+        return job
+
+    def begin(self, job: Job) -> Runner:
+        """A runner for the job's stream."""
+        runner = Runner(job, self._turn)
+        with self._lock:
+            if self._job is not job:
+                raise StaleError("this attachment to the worker is over")
+            if self._runner is not None:
+                raise ProtocolError("there is a stream of steps already")
+            self._runner = runner
+            leaving = self._leaving
+        if leaving:
+            runner.leave()
+        return runner
+
+    def wait_turn(self, timeout: float) -> bool:
+        """Wait until nothing runs that an earlier stream has left. False if that takes longer."""
+        if not self._turn.acquire(timeout=timeout):
+            return False
+        self._turn.release()
+        return True
+
+    def runner(self, incarnation: int) -> Runner | None:
+        """The runner of an attachment's stream, if there is one. StaleError if the attachment is over."""
+        with self._lock:
+            self.job(incarnation)
+            return self._runner
+
+    def leave(self, grace: float) -> None:
+        """Give back what has not started; wait for what runs, until its result is fetched and the stream has ended."""
+        until = time.monotonic() + grace
+        with self._lock:
+            self._leaving = True
+            job, runner = self._job, self._runner
+        if job is None or runner is None:
+            return
+        runner.leave()
+        if not runner.wait_idle(grace):
+            logger.warning("a function still ran after %g s; it is given back unfinished", grace)
+        elif not job.wait_fetched(until - time.monotonic()):
+            logger.warning("nobody has fetched the last results within %g s", grace)
+        elif not runner.wait_ended(until - time.monotonic()):
+            logger.warning("the coordinator has not ended its stream of functions within %g s", grace)
+
+
+class WorkerService:
+    """See worker.proto for what each method promises."""
+
+    def __init__(self, role: WorkerRole) -> None:
+        self._role = role
+
+    def steps(
+        self, requests: Iterator[worker_pb2.StepsRequest], context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.StepsReply]:
+        """Functions in, outcomes out."""
+        first = next(requests, None)  # empty: it only names the attachment
+        if first is None:
+            return
+        runner = self._role.begin(self._role.job(first.incarnation))
+        context.add_callback(runner.end)
+        # A function of an earlier stream may still run, however long: what is sent here meanwhile would be stuck.
+        while not self._role.wait_turn(_TURN_SECONDS):
+            if not context.is_active():
+                return
+        threading.Thread(target=runner.run, args=(requests,), name="functions", daemon=True).start()
+        yield worker_pb2.StepsReply()  # the stream is up
+        yield from runner.outcomes()
+
+    def upload(self, frames: Iterator[bytes], _context: grpc.ServicerContext) -> worker_pb2.UploadReply:
+        """A definition, a resource, or the large arrays of a function's arguments."""
+        assembler = Assembler(_MAX_UPLOAD_BYTES)
+        first: worker_pb2.UploadRequest | None = None
+        for data in frames:
+            frame, payload = unpack(data, worker_pb2.UploadRequest)
+            if first is None:
+                first = frame
+                self._role.job(frame.incarnation)
+            assembler.add(frame, payload)
+        if first is None or not assembler.complete:
+            raise ProtocolError("the upload ended before its last frame")
+        job, payload = self._role.job(first.incarnation), assembler.joined()
+        body = first.WhichOneof("body")
+        if body == "definition":
+            try:
+                job.define(first.definition, payload)
+            except UnresolvedReference as reason:
+                return worker_pb2.UploadReply(unresolved=str(reason) or "no reason given")
+            except PsClusterError:
+                raise
+            except Exception as error:  # whatever a user's module or pickle does when it is loaded
+                raise MisuseError(f"{type(error).__name__}: {error}") from error
+        elif body == "resource":
+            job.build(first.resource)
+        elif body == "attachments":
+            if sum(first.attachments.sizes) != len(payload):
+                raise ProtocolError(f"attachments of {sum(first.attachments.sizes)} bytes, but {len(payload)} came")
+            parts, at = [], 0
+            for size in first.attachments.sizes:
+                parts.append(payload[at : at + size])
+                at += size
+            job.take_arguments(first.attachments.position, parts)
+        else:
+            raise ProtocolError("an upload of nothing")
+        return worker_pb2.UploadReply()
+
+    def recall(self, request: worker_pb2.RecallRequest, _context: grpc.ServicerContext) -> worker_pb2.RecallReply:
+        """Take functions back."""
+        if len(request.functions) != len(request.positions):
+            raise ProtocolError("a recall needs as many positions as functions")
+        runner = self._role.runner(request.incarnation)
+        if runner is not None:
+            runner.recall(list(request.functions), list(request.positions), request.cancel_running)
+        return worker_pb2.RecallReply()
+
+    def download(self, request: worker_pb2.DownloadRequest, _context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The large arrays of a result, in frames."""
+        job = self._role.job(request.incarnation)
+        buffers = job.result(request.function)
+        total, sent = sum(map(len, buffers)), 0
+        head = worker_pb2.DownloadReply(total_bytes=total)
+        for group in pieces(buffers):
+            sent += sum(map(len, group))
+            head.last = sent == total
+            yield pack(head, group)
+            head = worker_pb2.DownloadReply()
+        job.drop_result(request.function)
+
+    def release(self, request: worker_pb2.ReleaseRequest, _context: grpc.ServicerContext) -> worker_pb2.ReleaseReply:
+        """Forget resources and definitions."""
+        self._role.job(request.incarnation).release(request.resources, request.definitions)
+        return worker_pb2.ReleaseReply()
