@@ -1,0 +1,3 @@
+from pscluster.coordinator.script import main
+
+main()

@@ -1,0 +1,61 @@
+"""What `pscluster.coordinator` offers to users: its names are imported from here when they are first asked for."""
+
+from __future__ import annotations
+
+from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
+from pscluster.coordinator.local_cluster import LocalCluster
+from pscluster.coordinator.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+)
+from pscluster.coordinator.progress import ProgressLine
+from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.server import Server
+from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.core import errors
+from pscluster.core.cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
+from pscluster.core.context import experimental_get_current_worker_index
+from pscluster.core.identity import VERSION
+from pscluster.ps import initializers, metrics, optimizers
+from pscluster.ps.lookup import embedding_bag, embedding_lookup, embedding_lookup_sparse
+from pscluster.ps.variables import IndexedSlices, ShardedVariable, Variable
+from pscluster.worker.datasets import InputContext
+from pscluster.worker.strategy import ReduceOp
+
+__version__ = VERSION
+
+__all__ = [
+    "ClusterCoordinator",
+    "ClusterResolver",
+    "ClusterSpec",
+    "FixedShardsPartitioner",
+    "IndexedSlices",
+    "InputContext",
+    "LocalCluster",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "ParameterServerStrategy",
+    "Partitioner",
+    "PerWorkerDataset",
+    "PerWorkerIterator",
+    "ProgressLine",
+    "ReduceOp",
+    "RemoteValue",
+    "RemoteValueStatus",
+    "Server",
+    "ShardedVariable",
+    "SimpleClusterResolver",
+    "TFConfigClusterResolver",
+    "Variable",
+    "embedding_bag",
+    "embedding_lookup",
+    "embedding_lookup_sparse",
+    "errors",
+    "experimental_get_current_worker_index",
+    "initializers",
+    "metrics",
+    "optimizers",
+]

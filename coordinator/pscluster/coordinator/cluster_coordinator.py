@@ -1,0 +1,234 @@
+"""ClusterCoordinator: schedule functions on workers, wait for them, fetch their results."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
+from pscluster.coordinator.dispatch import Call, Dispatcher, ResourceRecipe, placeholder
+from pscluster.coordinator.remote_value import RemoteValue
+from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.core.definitions import CapturedFunction, capture, class_definition, needs_definition
+from pscluster.core.errors import MisuseError
+from pscluster.core.handles import Handle
+from pscluster.core.values import encode_call, map_structure
+from pscluster.v1 import value_pb2, worker_pb2
+
+MAX_QUEUED = 262_144
+MAX_ATTEMPTS = 10
+
+_making = threading.Lock()
+
+
+class ClusterCoordinator:
+    """Hands functions to workers. One a strategy: making it again gives the same one.
+
+    Args:
+        strategy: connected to the cluster.
+        max_queued: `schedule` blocks while so many functions wait.
+        max_attempts: a function that was running on so many workers that died fails: it may be what kills them.
+
+    Threads may schedule, join and fetch at the same time.
+    """
+
+    strategy: ParameterServerStrategy
+    _dispatcher: Dispatcher
+
+    def __new__(
+        cls,
+        strategy: ParameterServerStrategy,
+        *,
+        max_queued: int = MAX_QUEUED,
+        max_attempts: int = MAX_ATTEMPTS,
+    ) -> ClusterCoordinator:
+        """The coordinator of this strategy."""
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ValueError(f"a ClusterCoordinator needs a ParameterServerStrategy, not a {type(strategy).__name__}")
+        for name, value in (("max_queued", max_queued), ("max_attempts", max_attempts)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be 1 or more")
+        with _making:
+            if strategy._coordinator is not None:
+                return strategy._coordinator
+            self = super().__new__(cls)
+            self.strategy = strategy
+            self._dispatcher = strategy.start_dispatcher(max_queued=max_queued, max_attempts=max_attempts)
+            self._captured = {}
+            self._classes = {}
+            self._resources = itertools.count(1)
+            self._iterators = weakref.WeakValueDictionary()
+            strategy._coordinator = self
+            return self
+
+    # By id of a function, or of an object and method of it, and gone when that is gone. Not by equality, which
+    # may say anything of callable objects, and reads the values of variables.
+    _captured: dict[int, tuple[weakref.ref[Any], dict[Any, CapturedFunction]]]
+    _classes: dict[type, CapturedFunction]
+    _resources: itertools.count[int]
+    _iterators: weakref.WeakValueDictionary[str, PerWorkerIterator]
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Queue a function for some worker, and return its result-to-be.
+
+        The function, with the values it captures, is taken as it is at its first `schedule`; what changes
+        from call to call is an argument. Per-worker iterators become the executing worker's own, RemoteValues
+        their values once they are ready. If the worker dies the function runs again elsewhere, its updates
+        are applied once.
+
+        Blocks while the queue is full.
+
+        Raises:
+            TypeError: `fn` is not callable, or something in the arguments can't be sent: its path is named.
+            FunctionError: an earlier function failed; this one has not been scheduled.
+            PSUnavailableError: a parameter server is lost.
+        """
+        if not callable(fn):
+            raise TypeError(f"schedule takes a function, not a {type(fn).__name__}")
+        if isinstance(args, str | bytes) or not isinstance(args, Sequence | None):
+            raise TypeError(f"args must be a tuple or list of arguments, not a {type(args).__name__}: write args=(x,)")
+        if not isinstance(kwargs, Mapping | None):
+            raise TypeError(f"kwargs must be a dict of arguments, not a {type(kwargs).__name__}")
+        function = self._capture(fn)
+        step = worker_pb2.Step(definition=function.digest)
+        waiting: dict[str, RemoteValue] = {}
+
+        def remote(leaf: Any, _attachments: object) -> value_pb2.Value | None:
+            if not isinstance(leaf, RemoteValue):
+                return None
+            if leaf._resolve_handle != self._handle_of:  # it is settled under another lock, and names other variables
+                raise MisuseError(f"{leaf!r} is another coordinator's: pass what its fetch() returns")
+            waiting[key := str(len(waiting))] = leaf
+            return placeholder(key)
+
+        attachments: list[memoryview] = []
+        handles: list[Handle] = []
+        classes: dict[str, CapturedFunction] = {}
+
+        def define(cls: type) -> str:
+            if not needs_definition(cls):
+                return ""
+            known = self._classes.get(cls)
+            if known is None:
+                known = self._classes[cls] = class_definition(cls)
+            classes[known.digest] = known
+            return known.digest
+
+        if args or kwargs:
+            encode_call(
+                args or (),
+                dict(kwargs or {}),
+                attachments=attachments,
+                remote=remote,
+                define=define,
+                into=step.arguments,
+                handles=handles,
+            )
+        # The caller may change its arrays once this has returned.
+        copies = [memoryview(bytes(attachment)) for attachment in attachments]
+        result = RemoteValue(function.name, self._handle_of)
+        call = Call(step, function, copies, weakref.ref(result), waiting, classes, define, handles)
+        self._dispatcher.submit(call)
+        return result
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until every scheduled function has ended.
+
+        Raises:
+            FunctionError: a function failed: the first error, raised once. All else was cancelled, nothing runs.
+            PSUnavailableError: a parameter server is lost.
+            WaitTimeoutError: `timeout` seconds have passed; the message says what waits and which workers are missing.
+        """
+        self._dispatcher.join(timeout)
+
+    def done(self) -> bool:
+        """Has every scheduled function ended? Raises as `join` does."""
+        return self._dispatcher.done()
+
+    def fetch(self, structure: Any, timeout: float | None = None) -> Any:
+        """Any nesting of RemoteValues with their values in their places; what is none stays as it is.
+
+        Raises:
+            WaitTimeoutError: `timeout` seconds have passed, and not all values are there.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def value_of(leaf: Any) -> Any:
+            if not isinstance(leaf, RemoteValue):
+                return leaf
+            return leaf._fetch(None if deadline is None else max(0.0, deadline - time.monotonic()), timeout)
+
+        return map_structure(value_of, structure)
+
+    def create_per_worker_dataset(self, dataset_fn: Callable[..., Any] | Iterable[Any]) -> PerWorkerDataset:
+        """A dataset on every worker: `dataset_fn()` or `dataset_fn(context)` is called there and returns an iterable.
+
+        An iterable instead of a function is sent to every worker as it is. Give `iter()` of what this returns
+        to `schedule`. A worker that restarts builds it anew and begins at its start.
+        """
+        if not callable(dataset_fn):
+            if not isinstance(dataset_fn, Iterable):
+                raise ValueError(
+                    f"create_per_worker_dataset takes a function or something to iterate over, not a "
+                    f"{type(dataset_fn).__name__}"
+                )
+            elements = dataset_fn
+            if iter(elements) is elements:
+                raise ValueError("an iterator can be gone through once only: give a list, or a function that makes one")
+            return PerWorkerDataset(capture(lambda: elements), self._make_iterator)
+        return PerWorkerDataset(self._capture(dataset_fn), self._make_iterator)
+
+    @property
+    def workers_up(self) -> int:
+        """How many workers take functions now."""
+        return self._dispatcher.workers_up
+
+    def describe(self) -> str:
+        """A line for people: what waits, what runs, which workers are missing."""
+        return self._dispatcher.describe()
+
+    def _make_iterator(self, function: CapturedFunction) -> PerWorkerIterator:
+        number = next(self._resources)
+        message = worker_pb2.Resource(id=number, definition=function.digest, seed=number)
+        self._dispatcher.add_resource(ResourceRecipe(message, function))
+        iterator = PerWorkerIterator(number)
+        self._iterators[iterator.handle_key] = iterator
+        weakref.finalize(iterator, self._dispatcher.release_resource, number).atexit = False
+        return iterator
+
+    def _handle_of(self, kind: str, key: str) -> Handle:
+        """The handle that a function returned."""
+        if kind != PerWorkerIterator.handle_kind:
+            return self.strategy.resolve_handle(kind, key)
+        iterator = self._iterators.get(key)
+        if iterator is None:
+            raise MisuseError("a function returned a per-worker iterator that nobody here has any more")
+        return iterator
+
+    def _capture(self, fn: Callable[..., Any]) -> CapturedFunction:
+        owner: Any = fn
+        name: Any = None
+        if isinstance(fn, types.MethodType):  # a new object every time it is looked up
+            owner, name = fn.__self__, fn.__func__
+        key = id(owner)
+        found, known = self._captured.get(key, (None, {}))
+        if found is None or found() is not owner:
+            known = {}
+            try:
+                reference = weakref.ref(owner, lambda _: self._captured.pop(key, None))
+            except TypeError:  # not weakly referable: captured anew each time, with the same digest
+                return capture(fn)
+            self._captured[key] = reference, known
+        if name not in known:
+            known[name] = capture(fn)
+        return known[name]

@@ -1,0 +1,755 @@
+"""Dispatch: the shell around the scheduler. Moves tasks to workers and outcomes back, on the loop's thread.
+
+One lock guards the scheduler and all RemoteValues' transitions; it is held for decisions only. User threads
+enter tasks and wait on its condition; the loop's thread does everything that touches the network.
+
+Order that others rely on: a result's large arrays are fetched before the task counts as finished; a lost
+worker's incarnation is closed on every server before its tasks go back to the queue; the ids of ended
+functions reach the servers in the background, since they only free memory there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import tenacity
+
+from pscluster.coordinator.links import LOST_CONNECTION, PsLink, WorkerConnection, end_job, why_lost
+from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduler import Scheduler, Task
+from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
+from pscluster.core.definitions import CapturedFunction
+from pscluster.core.errors import (
+    CancelledError,
+    FunctionError,
+    MisuseError,
+    PsClusterError,
+    PSUnavailableError,
+    StaleError,
+    UnavailableError,
+    WaitTimeoutError,
+    from_rpc,
+)
+from pscluster.core.handles import Handle
+from pscluster.core.values import MAX_DEPTH, Buffer, ClassDefiner, children, nesting, splice
+from pscluster.ps.ledger import IntervalSet
+from pscluster.v1 import node_pb2, value_pb2, worker_pb2
+from pscluster.worker.failures import rebuild_failure
+
+logger = logging.getLogger(__name__)
+
+STEAL_SECONDS = 0.01
+"""So long a worker is idle before it is given what another one has not started."""
+
+FINISH_SECONDS = 0.25
+
+LEAVE_SECONDS = 1.0
+"""So long one of a worker's two streams, which tell of its outcomes and of its end, may end behind the other."""
+
+MAX_DEFINITIONS = 1024
+"""So many functions and classes a worker keeps, beyond those that it still needs."""
+
+Outcome = worker_pb2.Outcome
+
+
+@dataclass(slots=True)
+class Call:
+    """What a task carries: the message that runs it, its large arrays, and who waits for the result."""
+
+    step: worker_pb2.Step
+    function: CapturedFunction
+    attachments: list[memoryview]
+    result: weakref.ref[RemoteValue]
+    # RemoteValues among the arguments, by the key of their placeholder.
+    arguments: dict[str, RemoteValue] = field(default_factory=dict)
+    # Classes of dataclass arguments, which the worker may have to be given; and what adds to them.
+    classes: dict[str, CapturedFunction] = field(default_factory=dict)
+    define: ClassDefiner | None = None
+    # Handles among the arguments: a per-worker iterator lives on the workers for as long as its handle does.
+    handles: list[Handle] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceRecipe:
+    """A per-worker resource, to be built on every worker, anew on those that return."""
+
+    message: worker_pb2.Resource
+    function: CapturedFunction
+
+
+@dataclass(slots=True)
+class LinkState:
+    """What is known of a worker's link; for its coroutines and for the status."""
+
+    peer: PeerAddress
+    wake: asyncio.Event
+    connection: WorkerConnection | None = None
+    up: bool = False
+    leaving: bool = False
+    hungry: bool = False
+    stealing: bool = False
+    known: dict[str, None] = field(default_factory=dict)  # definitions, the last used one at the end
+    built: set[int] = field(default_factory=set)
+    restarts: int = -1
+    why: str = "not connected yet"
+
+
+class Dispatcher:
+    """Runs the tasks of one coordinator on the workers of its cluster."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        workers: Sequence[PeerAddress],
+        servers: Sequence[PsLink],
+        metadata: tuple[tuple[str, str], ...],
+        attach: node_pb2.AttachRequest,
+        *,
+        max_queued: int,
+        max_attempts: int,
+    ) -> None:
+        self._loop = loop
+        self._servers = list(servers)
+        self._metadata = metadata
+        self._attach = attach
+        self._max_queued = max_queued
+        self._max_attempts = max_attempts
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._scheduler: Scheduler[Call] = Scheduler(len(workers), max_attempts)
+        self._links = [LinkState(peer, asyncio.Event()) for peer in workers]
+        self._resources: dict[int, ResourceRecipe] = {}
+        self._wake_asked = False
+        self._closed = False
+        self._jobs: list[asyncio.Task[None]] = []
+
+    # On users' threads
+
+    def submit(self, call: Call) -> None:
+        """Enter a function. Blocks while the queue is full; raises the pending error, or that of the cluster."""
+        blockers = list(call.arguments.values())
+        if (size := call.step.ByteSize()) > MAX_INLINE_BYTES:
+            raise TypeError(_too_large(size))
+        # The lock and not its condition: entering that is Python code, where Ctrl-C could leave it locked for ever.
+        with self._lock:
+            while True:
+                self._raise_error()
+                if self._closed:
+                    raise CancelledError("the strategy is closed: no function can be scheduled any more")
+                if self._scheduler.waiting < self._max_queued:
+                    break
+                self._changed.wait()
+            pending = [value for value in blockers if value.status is RemoteValueStatus.NOT_READY]
+            for value in blockers:
+                if value._error is not None:
+                    raise CancelledError(f"an argument has no value: {value!r}") from value._error
+            task = Task(call, len(pending), size)
+            # In this order: wherever Ctrl-C strikes there is a wake-up too many, not one too few.
+            if not pending and not self._wake_asked:
+                self._loop.call_soon_threadsafe(self._wake_hungry)
+                self._wake_asked = True
+            for value in pending:
+                if value.dependents is None:
+                    value.dependents = []
+                value.dependents.append(task)
+            self._scheduler.add(task)
+
+    def join(self, timeout: float | None) -> None:
+        """Wait until everything scheduled has ended. Raises the first error, once."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            while not self._scheduler.idle:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise WaitTimeoutError(f"not done after {timeout:g} s: {self._describe()}")
+                self._changed.wait(left)
+            self._raise_error()
+
+    def done(self) -> bool:
+        """Has everything ended? Does not wait; raises the first error, once, when nothing executes any more."""
+        with self._lock:
+            error = self._scheduler.take_error()
+            if error is not None:
+                raise error.with_traceback(None)
+            return self._scheduler.idle
+
+    def _raise_error(self) -> None:
+        """Under the lock. Waits until what runs has stopped, then raises the error, if there is one."""
+        while self._scheduler.error is not None:
+            error = self._scheduler.take_error()
+            if error is not None:
+                raise error.with_traceback(None)  # else one that is final would grow with every call
+            self._changed.wait()
+
+    def add_resource(self, recipe: ResourceRecipe) -> None:
+        """Build this on every worker before its next function."""
+        with self._lock:
+            self._resources[recipe.message.id] = recipe
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._wake_all)
+
+    def release_resource(self, number: int) -> None:
+        """Nobody uses it any more. May be called by the garbage collector, on any thread: takes no lock."""
+        self._resources.pop(number, None)
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._release_everywhere, number)
+
+    @property
+    def workers_up(self) -> int:
+        """How many workers take functions now."""
+        return sum(link.up for link in self._links)
+
+    def counts(self) -> tuple[int, int]:
+        """(waiting, in flight)."""
+        with self._lock:
+            return self._scheduler.waiting, self._scheduler.in_flight
+
+    def describe(self) -> str:
+        """A line for people: what waits, what runs, which workers are missing."""
+        with self._lock:
+            return self._describe()
+
+    def _describe(self) -> str:
+        missing = [f"{link.peer} ({link.why})" for link in self._links if not link.up]
+        workers = f"{self.workers_up} of {len(self._links)} workers up"
+        if missing:
+            workers += f", missing: {', '.join(missing)}"
+        return f"{self._scheduler.waiting} functions wait, {self._scheduler.in_flight} are with workers; {workers}"
+
+    # On the loop's thread
+
+    async def start(self) -> None:
+        """Begin to dial workers and to watch the servers."""
+        jobs = [self._serve_worker(index) for index in range(len(self._links))]
+        jobs += [self._watch_server(server) for server in self._servers]
+        jobs.append(self._report_finished())
+        self._jobs = [asyncio.create_task(self._supervised(job)) for job in jobs]
+
+    async def _supervised(self, job: Coroutine[Any, Any, None]) -> None:
+        """A job that ended unnoticed would let others wait for ever: what it fails with is the cluster's error."""
+        try:
+            await job
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            failure: BaseException = error  # nobody asked for it: grpc's word for a call that is gone
+        except Exception as error:
+            failure = error
+        else:
+            return
+        logger.error("a job of the coordinator failed", exc_info=failure)
+        self._abort(PsClusterError(f"the coordinator failed ({type(failure).__name__}: {failure})"), final=True)
+
+    async def close(self, reason: str) -> None:
+        """Cancel what is scheduled, tell the workers that the job is over, end all connections."""
+        with self._changed:
+            self._closed = True
+            cancelled = self._scheduler.abort(CancelledError(f"the job is over: {reason}"), final=True)
+            self._settle_cancelled(cancelled)
+            self._changed.notify_all()
+        # The roles first, while they still see the coordinator: an ended job is no lost coordinator.
+        peers = [*(link.peer for link in self._links), *(server.peer for server in self._servers)]
+        await asyncio.gather(*(end_job(peer, self._attach.job, reason, self._metadata) for peer in peers))
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        await asyncio.gather(*(link.connection.close() for link in self._links if link.connection is not None))
+        with self._changed:
+            for index, link in enumerate(self._links):
+                link.up = False
+                self._scheduler.lose(index)
+                self._settle_cancelled(self._scheduler.requeue(index)[1])
+            self._changed.notify_all()
+
+    def _wake_hungry(self) -> None:
+        with self._lock:
+            self._wake_asked = False
+        for link in self._links:
+            if link.hungry:
+                link.wake.set()
+
+    def _wake_all(self) -> None:
+        for link in self._links:
+            link.wake.set()
+
+    def _release_everywhere(self, number: int) -> None:
+        for link in self._links:
+            if number in link.built and link.connection is not None:
+                link.built.discard(number)
+                self._in_background(link.connection.release([number]))
+
+    def _in_background(self, work: Any) -> None:
+        async def quietly() -> None:
+            with suppress(*LOST_CONNECTION):
+                await work
+
+        task = self._loop.create_task(quietly())
+        self._jobs.append(task)
+        task.add_done_callback(self._jobs.remove)
+
+    # A worker's link
+
+    async def _serve_worker(self, index: int) -> None:
+        link = self._links[index]
+        while True:
+            connection = await self._connect(index, link)
+            with self._changed:
+                self._scheduler.worker_up(index)
+            link.up, link.restarts = True, link.restarts + 1
+            if link.restarts:
+                logger.warning("%s is back", link.peer)
+            try:
+                await self._until_lost(index, link, connection)
+                link.why = "it left" if link.leaving else "its connection ended"
+            except (*LOST_CONNECTION, PsClusterError) as error:
+                link.why = str(why_lost(error, "it"))
+            except Exception as error:  # a message that can't be written, for one; it must not end the link for good
+                logger.exception("the link to %s failed", link.peer)
+                link.why = f"{type(error).__name__}: {error}"
+            finally:
+                link.up, link.hungry = False, False
+                if not self._closed:
+                    await connection.close()
+            if self._closed:
+                return
+            logger.warning("%s is gone: %s", link.peer, link.why)
+            await self._give_up(index, connection.incarnation)
+
+    async def _connect(self, index: int, link: LinkState) -> WorkerConnection:
+        """Dial until the worker is attached and has all resources, for as long as that takes."""
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(UnavailableError),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=2.0),
+        )
+        async for attempt in retrying:
+            with attempt:
+                connection = WorkerConnection(link.peer, self._metadata)
+                link.connection, link.known, link.built, link.leaving = connection, {}, set(), False
+                try:
+                    await connection.attach(self._attach)
+                    await self._build_resources(link, connection)
+                except (*LOST_CONNECTION, PsClusterError) as error:
+                    link.why = str(why_lost(error, "it"))
+                    await connection.close()
+                    if connection.incarnation:
+                        await self._give_up(index, connection.incarnation)
+                    # Refusals, too, may pass: another coordinator's job ends, a token file is put right.
+                    raise UnavailableError(link.why) from None
+        return connection
+
+    async def _until_lost(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
+        """Write and read until the worker leaves or something fails; raises what failed."""
+        reader = asyncio.create_task(self._read(index, link, connection))
+        writer = asyncio.create_task(self._write(index, link, connection))
+        watcher = asyncio.create_task(connection.leaving())
+        try:
+            await asyncio.wait((reader, writer, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if reader.done() and not watcher.done():  # if it left, the word of that is just behind
+                await asyncio.wait((watcher,), timeout=LEAVE_SECONDS)
+            if watcher.done():
+                link.leaving = watcher.result()
+            if link.leaving and not reader.done():
+                # It gives back what it has not started; what it runs may still end. The writer sees it and ends: were
+                # it cancelled in a write, that would end the whole stream.
+                link.wake.set()
+                self._recall(index, cancel_running=False)
+                await asyncio.wait((reader,))
+            elif not reader.done():  # outcomes that have come already still count
+                await asyncio.wait((reader,), timeout=LEAVE_SECONDS)
+            if reader.done() and not reader.cancelled():
+                reader.result()
+                if link.leaving:
+                    # It has ended the stream in order: what has no outcome was never begun.
+                    with self._changed:
+                        unread = [task.id for task in self._scheduler.recallable(index)]
+                        self._settle_cancelled(self._scheduler.give_back(index, unread))
+                        self._changed.notify_all()
+                    return
+            if writer.done() and not writer.cancelled():
+                writer.result()
+        finally:
+            for part in (reader, writer, watcher):
+                part.cancel()
+            await asyncio.gather(reader, writer, watcher, return_exceptions=True)
+
+    async def _give_up(self, index: int, incarnation: int) -> None:
+        """The worker's attachment is over: close its incarnation everywhere, then let others have its tasks."""
+        with self._lock:
+            had_tasks = self._scheduler.lose(index)
+        try:
+            await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._servers))
+        except PsClusterError as error:
+            if had_tasks:
+                why = f"the updates of a lost worker can't be shut out from all parameter servers: {error}"
+                self._abort(PSUnavailableError(why), final=True)
+        peer = self._links[index].peer
+        with self._changed:
+            exhausted = FunctionError()
+            exhausted.worker, exhausted.attempts = index, self._max_attempts
+            failed, cancelled = self._scheduler.requeue(index, exhausted)
+            for task in failed:
+                exhausted.function = task.payload.function.name
+                exhausted.summary = (
+                    f"{exhausted.function} was running on {self._max_attempts} workers that died, the last one "
+                    f"{peer}: it may be what kills them"
+                )
+                self._set_error(task, exhausted, RemoteValueStatus.FAILED)
+            self._settle_cancelled(cancelled)
+            self._changed.notify_all()
+        self._wake_hungry()
+
+    async def _write(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
+        while True:
+            link.wake.clear()
+            await self._build_resources(link, connection)
+            if link.leaving:
+                await connection.end_steps()
+                return
+            with self._changed:
+                full = self._scheduler.waiting >= self._max_queued
+                tasks = self._scheduler.take(index)
+                if full and tasks:
+                    self._changed.notify_all()
+            link.hungry = not tasks
+            if not tasks:
+                timer = self._loop.call_later(STEAL_SECONDS, self._consider_stealing, index)
+                await link.wake.wait()
+                timer.cancel()
+                continue
+            # What is recalled while it is prepared may be another worker's by then, at a place of its own there.
+            places = [task.position for task in tasks]
+            ready = await self._prepare(index, link, connection, tasks, places)
+            if ready:
+                await connection.send(places[0], [self._message(index, task) for task in ready])
+            await self._forget_definitions(index, link, connection)
+            del tasks, ready  # lest their arrays, and handles, be kept here until there is something new to send
+
+    def _message(self, index: int, task: Task[Call]) -> worker_pb2.Step:
+        if not self._has(index, task):  # recalled: the worker will pass over it
+            return worker_pb2.Step()
+        step = task.payload.step
+        step.function, step.attempt = task.id, task.attempts
+        step.want_result = task.payload.result() is not None
+        return step
+
+    async def _prepare(
+        self,
+        index: int,
+        link: LinkState,
+        connection: WorkerConnection,
+        tasks: list[Task[Call]],
+        places: list[int],
+    ) -> list[Task[Call]]:
+        """See to it that the worker has what the tasks need. Those that can't be prepared have failed."""
+        await self._build_resources(link, connection)  # what was added since the tasks were taken may be theirs
+        ready = tasks
+        for task, place in zip(tasks, places, strict=True):
+            call = task.payload
+            if not self._has(index, task):
+                continue
+            try:
+                _fill_arguments(call)
+                for each in (call.function, *call.classes.values()):
+                    await self._define(link, connection, each)
+            except (grpc.RpcError, MisuseError, TypeError) as error:
+                failure = from_rpc(error, str(link.peer)) if isinstance(error, grpc.RpcError) else error
+                if isinstance(failure, UnavailableError | StaleError):
+                    raise
+                # What was taken behind it goes back, and is taken anew.
+                self._fail(index, task.id, failure)
+                with self._changed:
+                    position = tasks.index(task)
+                    self._settle_cancelled(
+                        self._scheduler.give_back(index, [other.id for other in tasks[position + 1 :]])
+                    )
+                    self._changed.notify_all()
+                ready = tasks[:position]
+                link.wake.set()
+                break
+            if call.attachments:
+                head = worker_pb2.UploadRequest()
+                head.attachments.position = place
+                head.attachments.sizes.extend(map(len, call.attachments))
+                await connection.upload(head, call.attachments)
+        return ready
+
+    async def _define(self, link: LinkState, connection: WorkerConnection, function: CapturedFunction) -> None:
+        """Give the worker a function or class. MisuseError or TypeError if that is not possible."""
+        if function.digest in link.known:
+            link.known[function.digest] = link.known.pop(function.digest)  # the last one used
+            return
+        why = ""
+        for form in function.forms():
+            pickle, head = form.pickle, worker_pb2.UploadRequest(definition=form)
+            head.definition.ClearField("pickle")
+            why = await connection.upload(head, [memoryview(pickle)] if pickle else ())
+            if not why:
+                link.known[function.digest] = None
+                return
+        raise MisuseError(why)
+
+    def _has(self, index: int, task: Task[Call]) -> bool:
+        """Is the task with this worker, or on its way there? No lock: only this thread changes that."""
+        return self._scheduler.workers[index].sent.get(task.id) is task
+
+    async def _forget_definitions(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
+        """Where functions are made anew for every call, let the worker drop those that were not used for longest."""
+        if len(link.known) <= MAX_DEFINITIONS:
+            return
+        with self._lock:
+            calls = [task.payload for task in self._scheduler.recallable(index)]
+        used = {digest for call in calls for digest in (call.function.digest, *call.classes)}
+        oldest = itertools.islice(link.known, len(link.known) - MAX_DEFINITIONS // 2)
+        dropped = [digest for digest in oldest if digest not in used]
+        for digest in dropped:
+            del link.known[digest]
+        await connection.release(definitions=dropped)
+
+    async def _build_resources(self, link: LinkState, connection: WorkerConnection) -> None:
+        for number in set(self._resources) - link.built:  # a copy at once: other threads add
+            recipe = self._resources.get(number)
+            if recipe is None:  # released meanwhile
+                continue
+            try:
+                await self._define(link, connection, recipe.function)
+                await connection.upload(worker_pb2.UploadRequest(resource=recipe.message))
+            except (grpc.RpcError, MisuseError, TypeError) as error:
+                failure = from_rpc(error, str(link.peer)) if isinstance(error, grpc.RpcError) else error
+                if isinstance(failure, UnavailableError | StaleError):
+                    raise
+                self._resources.pop(number, None)
+                self._abort(self._not_begun(recipe.function, link.peer.index, 0, failure), final=False)
+            if number in self._resources:
+                link.built.add(number)
+            else:  # released while it was built
+                self._in_background(connection.release([number]))
+
+    async def _read(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
+        async for outcomes in connection.outcomes():
+            complete: list[tuple[Outcome, Sequence[Buffer]]] = []
+            for outcome in outcomes:
+                buffers: Sequence[Buffer] = ()
+                if outcome.kind == Outcome.DONE and outcome.HasField("attachments"):
+                    # Before the function counts as done: should the worker die here, another one runs it again.
+                    buffers = await connection.download(outcome.attachments)
+                complete.append((outcome, buffers))
+            self._take_outcomes(index, complete)
+            link.wake.set()
+            del outcomes, outcome, buffers, complete  # as above
+
+    def _take_outcomes(self, index: int, outcomes: Iterable[tuple[Outcome, Sequence[Buffer]]]) -> None:
+        scheduler = self._scheduler
+        returned: list[int] = []
+        with self._changed:
+            before = scheduler.error
+            unblocked = False
+            for outcome, buffers in outcomes:
+                number, kind = outcome.function, outcome.kind
+                if kind == Outcome.DONE:
+                    task = scheduler.finish(index, number, outcome.seconds)
+                    if task is not None:
+                        unblocked |= self._set_value(task, outcome, buffers)
+                elif kind == Outcome.FAILED:
+                    self._fail_locked(index, outcome)
+                elif kind == Outcome.CANCELLED:
+                    task = scheduler.cancelled(index, number)
+                    if task is not None:
+                        self._settle_cancelled([task])
+                else:
+                    returned.append(number)
+            if returned:
+                self._settle_cancelled(scheduler.give_back(index, returned))
+            if not scheduler.in_flight and (scheduler.idle or scheduler.error is not None):
+                self._changed.notify_all()
+            failed = scheduler.error is not None and before is None
+        if failed:
+            self._recall_all()
+        if unblocked or returned:
+            self._wake_hungry()
+
+    def _set_value(self, task: Task[Call], outcome: Outcome, buffers: Sequence[Buffer]) -> bool:
+        """Under the lock. True if another task waited for the value."""
+        value = task.payload.result()
+        if value is None:
+            return False
+        message = outcome.value if outcome.HasField("value") else value_pb2.Value(none=True)
+        value._set_value(message, buffers)
+        dependents, value.dependents = value.dependents, None
+        for dependent in dependents or ():
+            self._scheduler.unblock(dependent)
+        return bool(dependents)
+
+    def _fail_locked(self, index: int, outcome: Outcome) -> None:
+        sent = self._scheduler.workers[index].sent.get(outcome.function)
+        if sent is None:
+            return
+        error = rebuild_failure(
+            outcome.failure, function=sent.payload.function.name, worker=index, attempts=sent.attempts
+        )
+        task, cancelled = self._scheduler.fail(index, outcome.function, error)
+        if task is not None:
+            self._set_error(task, error, RemoteValueStatus.FAILED)
+        self._settle_cancelled(cancelled)
+
+    @staticmethod
+    def _not_begun(function: CapturedFunction, worker: int, attempts: int, why: Exception) -> FunctionError:
+        error = FunctionError()
+        error.function, error.worker, error.attempts = function.name, worker, attempts
+        error.summary = f"{function.name} can't be started on worker {worker}: {why}"
+        return error
+
+    def _fail(self, index: int, number: int, failure: Exception) -> None:
+        """A function that never ran fails: it, or its arguments, can't be brought to the worker."""
+        with self._changed:
+            task = self._scheduler.workers[index].sent.get(number)
+            if task is not None:
+                error = self._not_begun(task.payload.function, index, task.attempts, failure)
+                _, cancelled = self._scheduler.fail(index, number, error)
+                self._set_error(task, error, RemoteValueStatus.FAILED)
+                self._settle_cancelled([other for other in cancelled if other is not task])
+            self._changed.notify_all()
+        self._recall_all()
+
+    def _set_error(self, task: Task[Call], error: Exception, status: RemoteValueStatus) -> None:
+        value = task.payload.result()
+        if value is not None:
+            value.dependents = None
+            value._set_error(error, status)
+
+    def _settle_cancelled(self, tasks: Iterable[Task[Call]]) -> None:
+        """Under the lock."""
+        for task in tasks:
+            first = self._scheduler.error
+            if first is not None and self._scheduler.final:  # to schedule it again would be of no use
+                self._set_error(task, first, RemoteValueStatus.CANCELLED)
+                continue
+            error = CancelledError(
+                f"{task.payload.function.name} was cancelled because another function failed first"
+                f"{f' ({type(first).__name__})' if first else ''}: schedule it again"
+            )
+            error.__cause__ = first
+            self._set_error(task, error, RemoteValueStatus.CANCELLED)
+
+    def _abort(self, error: Exception, *, final: bool) -> None:
+        with self._changed:
+            self._settle_cancelled(self._scheduler.abort(error, final=final))
+            self._changed.notify_all()
+        self._recall_all()
+
+    # Taking back
+
+    def _recall_all(self) -> None:
+        """Everything is cancelled: what has not started comes back, what runs is asked to stop."""
+        for index in range(len(self._links)):
+            self._recall(index, cancel_running=True)
+
+    def _consider_stealing(self, index: int) -> None:
+        thief = self._links[index]
+        if not (thief.hungry and thief.up):
+            return
+        with self._lock:
+            found = None if self._scheduler.workers[index].sent else self._scheduler.to_steal()
+        if found is not None and not self._links[found[0]].stealing:
+            self._recall(*found, cancel_running=False)
+
+    def _recall(self, index: int, tasks: Sequence[Task[Call]] | None = None, *, cancel_running: bool) -> None:
+        """Ask a worker for tasks (None: all it has). They come back as outcomes, in the order of its stream."""
+        link = self._links[index]
+        if tasks is None:
+            with self._lock:
+                tasks = self._scheduler.recallable(index)
+        if link.connection is None or not tasks:
+            return
+        # Now, not when the message is sent: meanwhile they may have come back and be elsewhere.
+        numbers, positions = [task.id for task in tasks], [task.position for task in tasks]
+        self._in_background(self._ask_back(link, link.connection, numbers, positions, cancel_running))
+
+    async def _ask_back(
+        self,
+        link: LinkState,
+        connection: WorkerConnection,
+        numbers: Sequence[int],
+        positions: Sequence[int],
+        cancel_running: bool,
+    ) -> None:
+        link.stealing = True
+        try:
+            await connection.recall(numbers, positions, cancel_running)
+        finally:
+            link.stealing = False
+        self._wake_hungry()
+
+    # Servers
+
+    async def _watch_server(self, server: PsLink) -> None:
+        error = await server.watch()
+        if self._closed:
+            return
+        logger.error("%s", error)
+        self._abort(error, final=True)
+
+    async def _report_finished(self) -> None:
+        untold = IntervalSet()
+        while True:
+            await asyncio.sleep(FINISH_SECONDS)
+            with self._lock:
+                ended, self._scheduler.ended = self._scheduler.ended, []
+            for number in sorted(ended):
+                untold.add(number, number + 1)
+            if not (intervals := list(untold)):
+                continue
+            try:
+                await asyncio.gather(*(server.finish_functions(intervals) for server in self._servers))
+                untold = IntervalSet()
+            except PsClusterError as error:  # a server that is lost is noticed elsewhere
+                logger.debug("not all servers know which functions have ended: %s", error)
+
+
+PLACEHOLDER = "remote-value"
+
+
+def placeholder(key: str) -> value_pb2.Value:
+    """What stands for a RemoteValue argument until its value is ready."""
+    return value_pb2.Value(handle=value_pb2.Handle(kind=PLACEHOLDER, key=key))
+
+
+def _too_large(size: int) -> str:
+    return (
+        f"the arguments take {size >> 20} MiB in one message, more than {MAX_INLINE_BYTES >> 20}: pass arrays or "
+        "bytes, which travel beside it, in place of many small objects"
+    )
+
+
+def _fill_arguments(call: Call) -> None:
+    """Put the values of RemoteValue arguments, ready now, in the places of their placeholders.
+
+    Raises:
+        TypeError: with them the arguments can't be sent.
+    """
+    if not call.arguments:
+        return
+    todo = [call.step.arguments]
+    while todo:
+        value = todo.pop()
+        kind = value.WhichOneof("kind")
+        if kind == "handle" and value.handle.kind == PLACEHOLDER:
+            message, buffers = call.arguments[value.handle.key]._encoded()
+            value.CopyFrom(splice(message, buffers, call.attachments, define=call.define))
+        else:
+            todo += children(value, kind)
+    if (size := call.step.ByteSize()) > MAX_INLINE_BYTES:
+        raise TypeError(_too_large(size))
+    if nesting(call.step.arguments) > MAX_DEPTH:
+        raise TypeError(f"with the values of RemoteValues its arguments are nested more than {MAX_DEPTH} levels deep")
+    call.arguments = {}

@@ -1,0 +1,28 @@
+"""Asking a role whether it serves: `pscluster health`. Imports little: containers run it every few seconds."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pscluster.core.channels import explain, open_channel
+from pscluster.core.errors import RETRYABLE, from_rpc
+
+ASK_SECONDS = 3.0
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def is_healthy(address: str, metadata: Metadata, timeout: float = ASK_SECONDS) -> tuple[bool, str]:
+    """The standard gRPC health check: whether it says SERVING, and a sentence."""
+    with open_channel(address) as channel:
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=timeout, metadata=metadata
+            )
+        except grpc.RpcError as error:
+            if error.code() in RETRYABLE:
+                return False, f"{address} does not answer: {explain(address)}"
+            return False, str(from_rpc(error, address))
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+    return reply.status == health_pb2.HealthCheckResponse.SERVING, f"{address} is {name}"

@@ -1,0 +1,272 @@
+"""Links: the coordinator's connections to parameter servers and workers, on the loop.
+
+A worker's link goes round and round:
+
+    DIALLING -> ATTACHING -> PREPARING (resources are built) -> UP -> LOST -> CLOSING (its incarnation is closed
+    on every server) -> DIALLING
+
+and tells its owner of `up`, `lost` and `closed`. Within UP a writer takes tasks and sends them, a reader takes
+outcomes, and a watcher notices that the worker leaves. Whatever fails ends the round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import tenacity
+
+from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress
+from pscluster.core.errors import (
+    BusyError,
+    PsClusterError,
+    PSUnavailableError,
+    StaleError,
+    UnavailableError,
+    from_rpc,
+)
+from pscluster.core.frames import Assembler, Buffer, pack, pieces, unpack
+from pscluster.core.rpc import Stub
+from pscluster.ps.service import SERVICE as PS_SERVICE
+from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
+from pscluster.worker.service import SERVICE as WORKER_SERVICE
+
+logger = logging.getLogger(__name__)
+
+CALL_SECONDS = 30.0
+PS_PATIENCE_SECONDS = 10.0
+"""So long a parameter server may be out of reach before it counts as dead."""
+
+_UNLOADED_SECONDS = 600.0  # a definition or dataset may take long to load
+
+Metadata = tuple[tuple[str, str], ...]
+
+LOST_CONNECTION = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
+"""What grpc.aio raises where a connection is lost: a status; or what is said of a closed channel, or of a write to
+a call that has ended before its status was read."""
+
+
+def why_lost(error: BaseException, peer: str) -> PsClusterError:
+    """Our error for one of those, or one of ours as it is."""
+    if isinstance(error, PsClusterError):
+        return error
+    if isinstance(error, grpc.RpcError):
+        return from_rpc(error, peer)
+    return UnavailableError(f"the connection to {peer} has ended: {error}")
+
+
+def _open(peer: PeerAddress) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(peer.address, options=CHANNEL_OPTIONS)
+
+
+class PsLink:
+    """The coordinator's control of one parameter server."""
+
+    def __init__(self, peer: PeerAddress, metadata: Metadata, attach: node_pb2.AttachRequest) -> None:
+        self.peer = peer
+        self._metadata = metadata
+        self._request = attach
+        self._channel = _open(peer)
+        self._node = Stub(self._channel, NODE_SERVICE)
+        self._ps = Stub(self._channel, PS_SERVICE)
+        self._attached: Any = None
+        self._incarnation = (0, 0)  # of the process, and of what it holds for this job
+
+    async def attach(self) -> None:
+        """Take the server for this job. BusyError while another coordinator holds it."""
+        call = self._node.attach(self._request, metadata=self._metadata)
+        try:
+            event = await call.read()
+        except grpc.RpcError as error:
+            raise from_rpc(error, str(self.peer)) from None
+        if event is grpc.aio.EOF:
+            raise UnavailableError(f"{self.peer} ended the attachment")
+        self._attached, self._incarnation = call, (event.identity.incarnation, event.incarnation)
+
+    async def take(self) -> None:
+        """Take the server, patiently where it can't be reached; BusyError at once."""
+        try:
+            async for attempt in self._retrying():
+                with attempt:
+                    await self.attach()
+        except tenacity.RetryError as error:
+            raise UnavailableError(str(error.last_attempt.exception())) from None
+
+    async def watch(self) -> PSUnavailableError:
+        """Return, with the reason, when the server is lost: it can't be reached, or no longer holds what it held."""
+        while True:
+            with suppress(grpc.RpcError):
+                while await self._attached.read() is not grpc.aio.EOF:
+                    pass
+            before = self._incarnation
+            try:
+                # Busy: the end of the old connection has not been noticed there yet.
+                async for attempt in self._retrying(BusyError):
+                    with attempt:
+                        await self.attach()
+            except (PsClusterError, tenacity.RetryError) as error:
+                why = error.last_attempt.exception() if isinstance(error, tenacity.RetryError) else error
+                return PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {why}")
+            if self._incarnation != before:
+                return self._restarted()
+
+    def _restarted(self) -> PSUnavailableError:
+        return PSUnavailableError(
+            f"{self.peer} was restarted, or worked for another coordinator meanwhile, and has lost its shards of all "
+            "variables: start a new coordinator to begin anew"
+        )
+
+    async def close_incarnation(self, incarnation: int) -> None:
+        """Nothing of it is applied on this server afterwards. PSUnavailableError if the server is lost."""
+        request = ps_pb2.CloseIncarnationRequest(job=self._request.job, incarnation=incarnation)
+        await self._repeated(lambda: self._ps.close_incarnation(request, metadata=self._metadata, timeout=CALL_SECONDS))
+
+    async def finish_functions(self, intervals: Sequence[tuple[int, int]]) -> None:
+        """These functions have ended."""
+        request = ps_pb2.FinishFunctionsRequest(
+            job=self._request.job,
+            starts=[start for start, _ in intervals],
+            stops=[stop for _, stop in intervals],
+        )
+        await self._repeated(lambda: self._ps.finish_functions(request, metadata=self._metadata, timeout=CALL_SECONDS))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+    async def _repeated(self, call: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            async for attempt in self._retrying():
+                with attempt:
+                    try:
+                        await call()
+                    except grpc.RpcError as error:
+                        raise from_rpc(error, str(self.peer)) from None
+        except tenacity.RetryError as error:
+            raise PSUnavailableError(str(error.last_attempt.exception())) from None
+        except StaleError:  # it knows nothing of the job: another process serves there
+            raise self._restarted() from None
+
+    @staticmethod
+    def _retrying(*also: type[PsClusterError]) -> tenacity.AsyncRetrying:
+        return tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type((UnavailableError, *also)),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
+            stop=tenacity.stop_after_delay(PS_PATIENCE_SECONDS),
+        )
+
+
+async def end_job(peer: PeerAddress, job: int, reason: str, metadata: Metadata) -> None:
+    """Tell a role that the job is over, on a connection of its own: the ones in use may be broken."""
+    async with _open(peer) as channel:
+        try:
+            request = node_pb2.EndJobRequest(job=job, reason=reason)
+            await Stub(channel, NODE_SERVICE).end_job(request, metadata=metadata, timeout=5.0)
+        except grpc.RpcError as error:
+            logger.debug("could not tell %s that the job is over: %s", peer, error.code().name)
+
+
+class WorkerConnection:
+    """One attachment to a worker: its streams and calls. Errors are grpc's own until the link sorts them."""
+
+    def __init__(self, peer: PeerAddress, metadata: Metadata) -> None:
+        self.peer = peer
+        self._metadata = metadata
+        self._channel = _open(peer)
+        self._node = Stub(self._channel, NODE_SERVICE)
+        self._worker = Stub(self._channel, WORKER_SERVICE)
+        self._attached: Any = None
+        self._steps: Any = None
+        self.incarnation = 0
+
+    async def attach(self, request: node_pb2.AttachRequest) -> None:
+        """Take the worker, and open the stream of steps."""
+        self._attached = self._node.attach(request, metadata=self._metadata)
+        event = await self._attached.read()
+        if event is grpc.aio.EOF:
+            raise UnavailableError(f"{self.peer} ended the attachment")
+        self.incarnation = event.incarnation
+        self._steps = self._worker.steps(metadata=self._metadata)
+        await self._steps.write(worker_pb2.StepsRequest(incarnation=self.incarnation))
+        if await self._steps.read() is grpc.aio.EOF:
+            raise UnavailableError(f"{self.peer} ended the stream of steps")
+
+    async def leaving(self) -> bool:
+        """Return when the worker says that it leaves (True), or is gone."""
+        with suppress(*LOST_CONNECTION):
+            return await self._attached.read() is not grpc.aio.EOF
+        return False
+
+    async def send(self, position: int, steps: Iterable[worker_pb2.Step]) -> None:
+        """Send functions."""
+        request = worker_pb2.StepsRequest(incarnation=self.incarnation, position=position, steps=steps)
+        try:
+            await self._steps.write(request)
+        except asyncio.InvalidStateError:  # it ended a moment ago; its reader learns why
+            raise UnavailableError(f"{self.peer} ended the stream of steps") from None
+
+    async def end_steps(self) -> None:
+        """No more functions come. The worker ends its side when there is an outcome of all that did."""
+        with suppress(*LOST_CONNECTION):
+            await self._steps.done_writing()
+
+    async def outcomes(self) -> AsyncIterator[Sequence[worker_pb2.Outcome]]:
+        """What became of them, until the stream ends."""
+        while (reply := await self._steps.read()) is not grpc.aio.EOF:
+            yield reply.outcomes
+
+    async def upload(self, head: worker_pb2.UploadRequest, buffers: Sequence[Buffer] = ()) -> str:
+        """Send a definition, resource or attachments; why a reference can't be followed, or nothing."""
+        head.incarnation, head.total_bytes = self.incarnation, sum(map(len, buffers))
+
+        async def frames() -> AsyncIterator[bytes]:
+            frame, sent = head, 0
+            for group in pieces(buffers):
+                sent += sum(map(len, group))
+                frame.last = sent == head.total_bytes
+                yield pack(frame, group)
+                frame = worker_pb2.UploadRequest()
+            if not head.total_bytes:
+                head.last = True
+                yield pack(head)
+
+        reply = await self._worker.upload(frames(), metadata=self._metadata, timeout=_UNLOADED_SECONDS)
+        unresolved: str = reply.unresolved
+        return unresolved
+
+    async def download(self, attachments: worker_pb2.Attachments) -> list[memoryview]:
+        """The large arrays of a result."""
+        assembler = Assembler(sum(attachments.sizes))
+        request = worker_pb2.DownloadRequest(incarnation=self.incarnation, function=attachments.function)
+        async for data in self._worker.download(request, metadata=self._metadata):
+            assembler.add(*unpack(data, worker_pb2.DownloadReply))
+        if not assembler.complete:
+            raise UnavailableError(f"{self.peer} broke off the result of function {attachments.function}")
+        whole, at, parts = assembler.joined(), 0, []
+        for size in attachments.sizes:
+            parts.append(whole[at : at + size])
+            at += size
+        return parts
+
+    async def recall(self, functions: Sequence[int], positions: Sequence[int], cancel_running: bool) -> None:
+        """Ask for functions back. Those that will not run there come as outcomes."""
+        request = worker_pb2.RecallRequest(
+            incarnation=self.incarnation, functions=functions, positions=positions, cancel_running=cancel_running
+        )
+        await self._worker.recall(request, metadata=self._metadata, timeout=CALL_SECONDS)
+
+    async def release(self, resources: Sequence[int] = (), definitions: Sequence[str] = ()) -> None:
+        """Nobody uses these any more."""
+        request = worker_pb2.ReleaseRequest(incarnation=self.incarnation, resources=resources, definitions=definitions)
+        await self._worker.release(request, metadata=self._metadata, timeout=CALL_SECONDS)
+
+    async def close(self) -> None:
+        """Close the connection; the worker notices."""
+        for call in (self._steps, self._attached):
+            if call is not None:
+                call.cancel()
+        await self._channel.close()

@@ -1,0 +1,601 @@
+"""A cluster of processes on this machine, for development, tests and one big machine.
+
+    with LocalCluster(num_ps=2, num_workers=3) as cluster:
+        strategy = ParameterServerStrategy(cluster)
+
+It starts `python -m pscluster.ps` and `python -m pscluster.worker`, restarts what dies, and stops everything
+at its end. It is a cluster resolver for the coordinator, which runs in this process or, given
+`tf_config("chief", 0)` and the token, in another.
+
+What is decided is decided in `supervisor.py`. Here is what carries it out:
+
+    monitor     one thread; it alone starts processes, tells the supervisor of events and acts on the answer
+    waiter      one thread a process, blocked until that process is dead; it reaps it and tells the monitor
+    callers     kill(), restart(), stop() and the waits, from any thread
+
+The waiters were preferred to one selector over pidfds: they work wherever there are threads, and a cluster on
+one machine has dozens of processes, not thousands. All state is guarded by one condition, which is notified
+at every change; processes are started, and logs written, outside of it.
+
+What may be lost: a parameter server that dies takes its variables along (what was saved of them comes back
+with the coordinator's help, not from here), a worker the functions in flight, which the coordinator hands out
+anew. When this process dies, however it does, the children see the end of their standard input and stop in
+order by themselves; only one that hangs at that very moment stays behind.
+
+What a role starts dies with it: each role leads a process group, and what is left of the group when the role
+has died is killed, lest a data loader that inherited the listening socket takes the connections of the next
+incarnation.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pscluster.coordinator.supervisor import (
+    Action,
+    Event,
+    Exited,
+    GiveUp,
+    Log,
+    Phase,
+    RestartPolicy,
+    RestartRequested,
+    Signal,
+    Start,
+    Started,
+    StartFailed,
+    StopRequested,
+    Supervisor,
+    TaskKey,
+    Tick,
+    task_name,
+)
+from pscluster.core.cluster import ClusterResolver, ClusterSpec, Task, TFConfig
+from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
+from pscluster.core.serving import GRACE_SECONDS
+from pscluster.core.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
+
+logger = logging.getLogger("pscluster.local_cluster")
+
+_OURS = frozenset({"TF_CONFIG", TOKEN_VARIABLE, TOKEN_FILE_VARIABLE})
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_SHARES_PORTS = hasattr(socket, "SO_REUSEPORT")
+# What ends a process that does nothing about it, so that kill() can wait for the end.
+_DEADLY = frozenset(
+    {
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGHUP,
+        signal.SIGILL,
+        signal.SIGINT,
+        signal.SIGKILL,
+        signal.SIGQUIT,
+        signal.SIGSEGV,
+        signal.SIGTERM,
+    }
+)
+
+
+class LocalClusterError(PsClusterError):
+    """A process of the local cluster is gone for good: the message says which one and why."""
+
+
+class LocalCluster(ClusterResolver):
+    """Parameter servers and workers as processes on this machine; a context manager and a cluster resolver.
+
+    Attributes:
+        token: the cluster's token; the processes have it in their environment, a coordinator in this process
+            takes it from here.
+        task_type, task_id, rpc_layer, environment: as of any resolver; the process that holds the cluster is
+            its chief.
+    """
+
+    def __init__(
+        self,
+        num_ps: int = 1,
+        num_workers: int = 1,
+        *,
+        until_done: bool = False,
+        restart: bool = True,
+        max_restarts: int = 10,
+        host: str = "127.0.0.1",
+        env: Mapping[str, str] | None = None,
+        log_level: str = "WARNING",
+        token: str | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        grace: float = GRACE_SECONDS + 5.0,
+        _command: Sequence[str] | None = None,
+        _on_failure: Callable[[LocalClusterError], None] | None = None,
+    ) -> None:
+        """Checks the arguments; nothing is started before `start()` or `with`.
+
+        Args:
+            until_done: the processes exit when the coordinator ends its job; otherwise they wait for the next
+                one.
+            restart: whether a process that dies is started again. Without, `restart()` does it.
+            max_restarts: restarts in a row that a task may have. A process that stays up for ten minutes
+                gives its task the whole number back.
+            host: where the processes listen.
+            env: added to the environment that the processes inherit from this one; for example
+                `{"OMP_NUM_THREADS": "1"}` where several workers share few cores.
+            log_level: of the processes, which log to this one's standard error.
+            token: the cluster token. Default: a random one.
+            cwd: the processes' working directory. Default: this one's.
+            grace: seconds that a process has to stop in after SIGTERM, before it is killed. The roles take up
+                to 10 s for what runs to end; a stop of the cluster takes twice the grace at most.
+            _command: for tests: what to start in place of `python -m pscluster.ROLE`; it finds its role in
+                TF_CONFIG.
+            _on_failure: called, on the monitor's thread, with the error of a task that was given up.
+
+        Raises:
+            ConfigurationError: an argument is out of its range.
+        """
+        for name, number in (("num_ps", num_ps), ("num_workers", num_workers)):
+            if number < 1:
+                raise ConfigurationError(f"{name} is {number}; a cluster needs at least 1")
+        if max_restarts < 0:
+            raise ConfigurationError(f"max_restarts is {max_restarts}; give 0 or more, or restart=False")
+        if grace < 0:
+            raise ConfigurationError(f"grace is {grace}; give 0 seconds or more")
+        if taken := _OURS.intersection(env or ()):
+            raise ConfigurationError(
+                f"env names {', '.join(sorted(taken))}, which LocalCluster sets; use token= instead"
+            )
+        if log_level.upper() not in _LOG_LEVELS:
+            raise ConfigurationError(f"log_level is {log_level!r}; give one of {', '.join(_LOG_LEVELS)}")
+        if cwd is not None and not Path(cwd).is_dir():
+            raise ConfigurationError(f"cwd is {os.fspath(cwd)!r}, which is no directory")
+        self.token = new_token() if token is None else str(load_token(None, {TOKEN_VARIABLE: token}))
+        super().__init__("chief", 0, "grpc", "")
+        self._counts = {"ps": num_ps, "worker": num_workers}
+        self._host = host
+        self._env = {**_one_share_of_cores(num_workers), **(env or {})}
+        self._cwd = cwd
+        self._command = _command
+        self._on_failure = _on_failure
+        self._options = ["--exit-with-parent", "--log-level", log_level]
+        if until_done:
+            self._options.append("--until-done")
+        tasks = [(role, index) for role, count in self._counts.items() for index in range(count)]
+        policy = RestartPolicy(enabled=restart, max_restarts=max_restarts)
+        # Workers first: what they still send on their way out has a server to go to.
+        stop_order = ("worker", "ps")
+        self._changed = threading.Condition()
+        self._supervisor = Supervisor(tasks, policy, stop_order=stop_order, grace=grace, until_done=until_done)
+        self._processes: dict[TaskKey, subprocess.Popen[bytes]] = {}
+        self._waiters: dict[int, threading.Thread] = {}  # by pid; the monitor's own
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._reserved: dict[TaskKey, socket.socket] = {}
+        self._spec: ClusterSpec | None = None
+        self._monitor: threading.Thread | None = None
+        self._owner = 0  # the process that started it
+        self._ended = threading.Event()
+        self._crash: BaseException | None = None  # of the monitor: a bug here
+
+    # --- life ---
+
+    def start(self) -> Self:
+        """Reserve the ports and start the processes; returns when all are started, though not yet serving.
+
+        Raises:
+            ConfigurationError: the host does not resolve or is not of this machine.
+            LocalClusterError: a process could not be started; nothing is left running.
+            MisuseError: the cluster was stopped before. One object is one cluster.
+        """
+        with self._changed:
+            if self._ended.is_set():
+                raise MisuseError("this LocalCluster has been stopped; make a new one")
+            if self._monitor is not None:
+                return self
+            self._reserve_ports()
+            self._owner = os.getpid()
+            # A daemon, so that an interpreter that exits gets to its atexit handlers, which stop it.
+            self._monitor = threading.Thread(target=self._run, name="local-cluster-monitor", daemon=True)
+            self._monitor.start()
+        atexit.register(self.stop)
+        try:
+            with self._changed:
+                self._changed.wait_for(self._all_started_once)
+            self.check()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Stop the workers, then the parameter servers, and return when all are gone and the ports are free.
+
+        Stopping twice, from several threads, or without a start does nothing more. A KeyboardInterrupt during
+        the wait means no more patience: what is left is killed.
+        """
+        if self._owner not in (0, os.getpid()):
+            return  # a fork of the owner must not end what the owner still uses
+        with self._changed:
+            if self._monitor is None:
+                self._ended.set()
+                return
+        self._inbox.put(StopRequested())
+        if threading.current_thread() is self._monitor:
+            return  # from _on_failure: the monitor can't wait for itself
+        try:
+            self._ended.wait()
+        except BaseException:
+            self._inbox.put(StopRequested(at_once=True))
+            self._ended.wait()
+            raise
+        self._monitor.join()
+        atexit.unregister(self.stop)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def check(self) -> None:
+        """Raise LocalClusterError if a task was given up: restarts spent, or a wrong configuration."""
+        with self._changed:
+            if self._crash is not None:
+                raise LocalClusterError(f"the monitor of the local cluster failed: {self._crash!r}") from self._crash
+            failures = self._supervisor.failures
+        if failures:
+            raise LocalClusterError("; ".join(failures))
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until all processes have ended by themselves, for good; False after `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._supervisor.settled or self._ended.is_set(), timeout)
+
+    def wait_first_end(self, timeout: float | None = None) -> bool:
+        """Wait until any process has ended by itself, for good; False after `timeout` seconds."""
+
+        def one_has_ended() -> bool:
+            return self._ended.is_set() or any(state.phase.is_final for state in self._supervisor.states())
+
+        with self._changed:
+            return self._changed.wait_for(one_has_ended, timeout)
+
+    # --- resolver ---
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Who listens where. The chief has an address too, for whoever runs the coordinator."""
+        with self._changed:
+            if self._spec is None:
+                raise MisuseError(
+                    "the cluster has no addresses before its start: use `with LocalCluster(...) as cluster`"
+                )
+            return self._spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task, the chief's if none is named, with the protocol before it."""
+        role = "chief" if task_type is None else task_type
+        return self._url(self.cluster_spec().task_address(role, 0 if task_id is None else task_id), rpc_layer)
+
+    def tf_config(self, role: str, index: int) -> str:
+        """The TF_CONFIG of a task, as JSON. ConfigurationError if there is no such task."""
+        return TFConfig(self.cluster_spec(), Task(role, index), "grpc").to_json()
+
+    def hand_over_port(self, role: str, index: int) -> list[str]:
+        """To be called just before a process listens on a task's port: the options that the process needs."""
+        if _SHARES_PORTS:
+            return ["--share-port"]
+        if (role, index) in self._reserved:
+            self._reserved.pop((role, index)).close()
+        return []
+
+    # --- processes ---
+
+    @property
+    def pids(self) -> dict[TaskKey, int]:
+        """The living processes: role and index to process id."""
+        with self._changed:
+            return {task: process.pid for task, process in sorted(self._processes.items())}
+
+    def is_alive(self, role: str, index: int) -> bool:
+        """Whether the task has a process now."""
+        task = self._task(role, index)
+        with self._changed:
+            return task in self._processes
+
+    def kill(self, role: str, index: int, sig: int = signal.SIGKILL, *, timeout: float = 30.0) -> int:
+        """Send a signal to the task's process; its pid.
+
+        If the signal is one that ends processes, return when the process is dead and reaped. It is restarted
+        like any other that dies, soon after or even before this returns; after SIGTERM or SIGINT a role exits
+        with 0, in order, and is not restarted.
+
+        Raises:
+            MisuseError: there is no such task, or it has no process now.
+            WaitTimeoutError: the process still lives after `timeout` seconds.
+        """
+        task = self._task(role, index)
+        with self._changed:
+            process = self._processes.get(task)
+            if process is None:
+                phase = self._supervisor.state(task).phase
+                raise MisuseError(f"{task_name(task)} has no process to signal: it is {phase.value}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, sig)
+            if sig in _DEADLY and not self._changed.wait_for(lambda: self._processes.get(task) is not process, timeout):
+                who, name = f"{task_name(task)} (pid {process.pid})", signal.Signals(sig).name
+                raise WaitTimeoutError(f"{who} lives on {timeout:g} s after {name}")
+            return process.pid
+
+    def restart(self, role: str, index: int, *, timeout: float = 60.0) -> int:
+        """Give the task a new process, and a fresh budget of restarts; the new pid.
+
+        A living process is stopped in order first. Also for a task that ended or was given up.
+
+        Raises:
+            MisuseError: there is no such task, or the cluster isn't running.
+            WaitTimeoutError: there is no new process after `timeout` seconds.
+        """
+        task = self._task(role, index)
+        with self._changed:
+            if self._monitor is None or self._ended.is_set():
+                raise MisuseError(f"{task_name(task)} can't be restarted: the cluster isn't running")
+            before = self._processes.get(task)
+            self._inbox.put(RestartRequested(task))
+            self._changed.wait_for(
+                lambda: self._processes.get(task) not in (None, before) or self._ended.is_set(), timeout
+            )
+            process = self._processes.get(task)
+            if process is None or process is before:
+                phase = self._supervisor.state(task).phase
+                raise WaitTimeoutError(f"{task_name(task)} has no new process after {timeout:g} s: it is {phase.value}")
+            return process.pid
+
+    def wait_restarted(self, role: str, index: int, old_pid: int, timeout: float = 60.0) -> int:
+        """Wait until the task has another process than `old_pid`; its pid.
+
+        Raises:
+            LocalClusterError: there will be none.
+            WaitTimeoutError: there is none after `timeout` seconds.
+        """
+        task = self._task(role, index)
+
+        def decided() -> bool:
+            process = self._processes.get(task)
+            if process is not None and process.pid != old_pid:
+                return True
+            return self._supervisor.state(task).phase.is_final or self._ended.is_set()
+
+        with self._changed:
+            in_time = self._changed.wait_for(decided, timeout)
+            state, process = self._supervisor.state(task), self._processes.get(task)
+        if not in_time:
+            raise WaitTimeoutError(
+                f"{task_name(task)} has no new process after {timeout:g} s: it is {state.phase.value}"
+            )
+        if process is None or process.pid == old_pid:
+            raise LocalClusterError(
+                state.failure or f"{task_name(task)} is not going to be restarted: it is {state.phase.value}"
+            )
+        return process.pid
+
+    def __repr__(self) -> str:
+        with self._changed:
+            states = self._supervisor.states()
+            life = "stopped" if self._ended.is_set() else "running" if self._monitor else "not started"
+        tasks = ", ".join(
+            task_name(state.task) + (f" pid {state.pid}" if state.phase is Phase.RUNNING else f" {state.phase.value}")
+            for state in states
+        )
+        return f"<LocalCluster {life}: {tasks}>"
+
+    # --- within ---
+
+    def _task(self, role: str, index: int) -> TaskKey:
+        if not 0 <= index < self._counts.get(role, 0):
+            counts = " and ".join(f"{count} {name}" for name, count in self._counts.items())
+            raise MisuseError(f"there is no {role} {index} in a cluster of {counts}")
+        return role, index
+
+    def _all_started_once(self) -> bool:
+        return (
+            self._ended.is_set()
+            or bool(self._supervisor.failures)
+            or all(state.starts for state in self._supervisor.states())
+        )
+
+    def _reserve_ports(self) -> None:
+        """Hold a free port for each task and the chief.
+
+        A port that is looked for, closed and handed on may be taken by somebody else before the child binds
+        it, and again at every restart. So the sockets stay bound for the cluster's life. They never listen,
+        so no connection is ever given to them; SO_REUSEPORT lets the child, of the same user, bind the same
+        port. Where the platform lacks it, the socket is closed just before the child starts, and the race is
+        small.
+        """
+        addresses: dict[str, list[str]] = {}
+        sockets: dict[TaskKey, socket.socket] = {}
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        with contextlib.ExitStack() as undo:
+            for role, count in {"chief": 1, **self._counts}.items():
+                for index in range(count):
+                    reserved = undo.enter_context(_reserve_port(self._host))
+                    sockets[role, index] = reserved
+                    addresses.setdefault(role, []).append(f"{host}:{reserved.getsockname()[1]}")
+            self._spec, self._reserved = ClusterSpec(addresses, source="LocalCluster"), sockets
+            undo.pop_all()
+
+    def _run(self) -> None:
+        """The monitor."""
+        try:
+            self._handle(Tick())
+            while True:
+                with self._changed:
+                    if self._supervisor.ended:
+                        return
+                    due = self._supervisor.next_due()
+                try:
+                    event = self._inbox.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+                except queue.Empty:
+                    event = Tick()
+                self._handle(event)
+        except BaseException as error:
+            logger.exception("the monitor of the local cluster failed; its processes are killed")
+            self._crash = error
+            if self._on_failure is not None:
+                self._on_failure(LocalClusterError(f"the monitor of the local cluster failed: {error!r}"))
+        finally:
+            self._release()
+
+    def _handle(self, event: Event) -> None:
+        events: deque[Event] = deque([event])
+        while events:
+            event = events.popleft()
+            if isinstance(event, Exited):
+                self._waiters.pop(event.pid).join()  # these were its last words
+            jitter = random.random()  # noqa: S311 (nothing secret)
+            with self._changed:
+                actions = self._supervisor.handle(event, time.monotonic(), jitter)
+                self._changed.notify_all()
+            for action in actions:
+                follow_up = self._act(action)
+                if follow_up is not None:
+                    events.append(follow_up)
+
+    def _act(self, action: Action) -> Event | None:
+        match action:
+            case Start(task):
+                return self._start_process(task)
+            case Signal(task, pid, number):
+                with self._changed:
+                    process = self._processes.get(task)
+                    if process is not None and process.pid == pid:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, number)
+            case GiveUp(_, reason):
+                logger.error("%s", reason)
+                if self._on_failure is not None:
+                    self._on_failure(LocalClusterError(reason))
+            case Log(level, text):
+                logger.log(level, "%s", text)
+        return None
+
+    def _start_process(self, task: TaskKey) -> Started | StartFailed:
+        role, index = task
+        command = self._command or (sys.executable, "-m", f"pscluster.{role}")
+        try:
+            process = subprocess.Popen(  # noqa: S603 (our own command line)
+                [*command, *self._options, *self.hand_over_port(role, index)],
+                stdin=subprocess.PIPE,  # nothing is written: its end says that this process is gone
+                bufsize=0,
+                env=child_environ(self._env, self.tf_config(role, index), self.token),
+                cwd=self._cwd,
+                # Ctrl-C in the terminal reaches this process only, which then stops the children in order.
+                start_new_session=True,
+            )
+        except (OSError, ValueError, TypeError, RuntimeError, subprocess.SubprocessError) as error:
+            return StartFailed(task, str(error))
+        waiter = threading.Thread(
+            target=self._await_death, args=(task, process), name=f"local-cluster-{role}-{index}", daemon=True
+        )
+        with self._changed:
+            self._processes[task] = process
+            try:
+                waiter.start()
+            except RuntimeError as error:  # no more threads, or the interpreter is about to end
+                del self._processes[task]
+                process.kill()
+                process.communicate()
+                return StartFailed(task, str(error))
+            self._waiters[process.pid] = waiter
+            self._changed.notify_all()
+        return Started(task, process.pid)
+
+    def _await_death(self, task: TaskKey, process: subprocess.Popen[bytes]) -> None:
+        """A waiter: block until the process is dead, then reap it."""
+        known = block_until_dead(process)
+        if known:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it started and did not end
+        with self._changed:  # kill() signals under this lock too: never a pid that has been reaped
+            code = process.wait()
+            del self._processes[task]
+            self._changed.notify_all()
+        if process.stdin is not None:
+            process.stdin.close()
+        self._inbox.put(Exited(task, process.pid, code if known else None))
+
+    def _release(self) -> None:
+        """The end of the monitor: nothing of the cluster is left, even if the monitor failed."""
+        with self._changed:
+            left = list(self._processes.values())
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        for waiter in self._waiters.values():
+            waiter.join()
+        for reserved in self._reserved.values():
+            reserved.close()
+        with self._changed:
+            self._ended.set()
+            self._changed.notify_all()
+
+
+def child_environ(env: Mapping[str, str], tf_config: str, token: str) -> dict[str, str]:
+    """This process's environment with what a process of the cluster needs."""
+    environ = {**os.environ, **env, "TF_CONFIG": tf_config, TOKEN_VARIABLE: token}
+    environ.pop(TOKEN_FILE_VARIABLE, None)  # it would outdo the variable
+    return environ
+
+
+def _one_share_of_cores(num_workers: int) -> dict[str, str]:
+    """Numeric libraries take all cores for each process: several workers on one machine then hinder each other."""
+    threads = str(max(1, (os.cpu_count() or 1) // num_workers))
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return {name: threads for name in names if name not in os.environ}
+
+
+def _reserve_port(host: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(
+            f"host is {host!r}, which does not resolve ({error}); give one such as 127.0.0.1"
+        ) from None
+    reserved = socket.socket(family, kind, protocol)
+    try:
+        if _SHARES_PORTS:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(where)
+    except OSError as error:
+        reserved.close()
+        raise ConfigurationError(
+            f"host is {host!r}, where no port can be had ({error.strerror}); give an address of this machine"
+        ) from None
+    return reserved
+
+
+def block_until_dead(process: subprocess.Popen[bytes]) -> bool:
+    """Return when the process is dead, but not reaped. False if its exit status is lost."""
+    if not hasattr(os, "waitid"):
+        process.wait()  # some systems have no better; a pid is free but still known for a short moment
+        return True
+    try:
+        # WNOWAIT leaves a zombie, which holds the pid: until it is reaped no signal can hit a stranger.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return False  # reaped by somebody who waits for any child, or SIGCHLD is ignored
+    return True

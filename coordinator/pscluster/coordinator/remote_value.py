@@ -1,0 +1,126 @@
+"""RemoteValue: the result of a scheduled function, once there is one."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pscluster.core.errors import WaitTimeoutError
+from pscluster.core.values import Buffer, HandleResolver, decode
+from pscluster.v1 import value_pb2
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.scheduler import Task
+
+
+class RemoteValueStatus(enum.Enum):
+    """Of a RemoteValue."""
+
+    NOT_READY = "not ready"
+    READY = "ready"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_NONE = value_pb2.Value(none=True)
+
+_events = threading.Lock()  # guards the making of events: few values are ever waited for one by one
+
+
+class RemoteValue:
+    """The result of a scheduled function. Thread-safe.
+
+    A value that was ready stays so, whatever dies after: it is here, not on the worker.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_attachments",
+        "_decoded",
+        "_error",
+        "_event",
+        "_function",
+        "_message",
+        "_resolve_handle",
+        "_status",
+        "dependents",
+    )
+
+    def __init__(self, function: str, resolve_handle: HandleResolver) -> None:
+        self._function = function
+        self._resolve_handle = resolve_handle
+        self._status = RemoteValueStatus.NOT_READY
+        self._message: value_pb2.Value = _NONE
+        self._attachments: Sequence[Buffer] = ()
+        self._decoded: list[Any] = []
+        self._error: Exception | None = None
+        self._event: threading.Event | None = None
+        self.dependents: list[Task[Any]] | None = None  # tasks that take this as an argument
+
+    # The coordinator's side; it serialises these calls
+
+    def _set_value(self, message: value_pb2.Value, attachments: Sequence[Buffer]) -> None:
+        self._message, self._attachments = message, attachments
+        self._settle(RemoteValueStatus.READY)
+
+    def _set_error(self, error: Exception, status: RemoteValueStatus) -> None:
+        self._error = error
+        self._settle(status)
+
+    def _settle(self, status: RemoteValueStatus) -> None:
+        with _events:
+            self._status = status
+            event = self._event
+        if event is not None:
+            event.set()
+
+    def _encoded(self) -> tuple[value_pb2.Value, Sequence[Buffer]]:
+        """A ready value as it came, to be passed on to another function."""
+        return self._message, self._attachments
+
+    # The user's side
+
+    @property
+    def status(self) -> RemoteValueStatus:
+        """How far it is."""
+        return self._status
+
+    def fetch(self, timeout: float | None = None) -> Any:
+        """Wait for the value and return it; arrays are NumPy's.
+
+        Raises:
+            FunctionError: the function raised; also an instance of what it raised.
+            CancelledError: it was cancelled because another function failed first.
+            WaitTimeoutError: `timeout` seconds have passed.
+        """
+        return self._fetch(timeout, timeout)
+
+    def _fetch(self, left: float | None, timeout: float | None) -> Any:
+        """Wait for `left` of the `timeout` seconds that the user gave."""
+        if self._status is RemoteValueStatus.NOT_READY:
+            self._wait(left, timeout)
+        if self._error is not None:
+            raise self._error
+        if not self._decoded:
+            # The user may change the arrays; functions that take the value as an argument get it as it came.
+            attachments = [memoryview(attachment).toreadonly() for attachment in self._attachments]
+            # By two threads at once: both decode, the first stays.
+            self._decoded.append(decode(self._message, attachments=attachments, resolve_handle=self._resolve_handle))
+        return self._decoded[0]
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The value: the same as `fetch`."""
+        return self.fetch(timeout)
+
+    def _wait(self, left: float | None, timeout: float | None) -> None:
+        with _events:
+            if self._status is not RemoteValueStatus.NOT_READY:
+                return
+            event = self._event = self._event or threading.Event()
+        if not event.wait(left):
+            raise WaitTimeoutError(f"{self._function} has no result after {timeout:g} s; it is still scheduled")
+
+    def __repr__(self) -> str:
+        return f"<RemoteValue of {self._function}: {self._status.value}>"

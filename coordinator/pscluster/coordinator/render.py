@@ -1,0 +1,15 @@
+"""Tables as text, the same on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+
+def rendered(table: Table, width: int = 100) -> str:
+    """The table as plain text."""
+    out = StringIO()
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(table)
+    return out.getvalue().rstrip()

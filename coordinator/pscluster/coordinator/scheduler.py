@@ -1,0 +1,335 @@
+"""The queue of functions: every decision about them, and nothing else. Pure: no I/O, no clock, no locks.
+
+A task is one scheduled function. Its states and what moves it:
+
+    BLOCKED --its RemoteValue arguments are ready--> QUEUED
+    QUEUED  --take(worker)-------------------------> SENT      oldest first; a retried one before all others
+    SENT    --finish--> DONE | --fail--> FAILED
+    SENT    --give_back----------------------------> QUEUED    the worker never started it; at the head
+    SENT    --lose(worker)-------------------------> LIMBO     the worker is gone
+    LIMBO   --requeue(worker)----------------------> QUEUED    at the head; once every server has closed the
+                                                               worker's incarnation, so that nothing of the lost
+                                                               attempt lands beside the new one
+    any but DONE, FAILED --an error elsewhere------> CANCELLED
+
+The first error wins: it is kept, all that is blocked or queued is cancelled, and what is sent is to be
+recalled. The error can be taken, once, when nothing is sent or in limbo any more: at that moment nothing
+executes, and the scheduler is as new. An error that is `final` (a parameter server is lost) is not cleared by
+being taken: it is raised again by every later call.
+
+Ids rise from 1 in the order of `add`. `ended` collects the ids that no server needs to remember.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+TARGET_SECONDS = 0.01
+"""So much work, by its measured time, is kept with a worker beyond what it runs."""
+
+MAX_WINDOW = 1000
+MAX_BATCH_BYTES = 1 << 20
+_SMOOTHING = 0.2
+
+
+class State(enum.Enum):
+    """Of a task; see the module's docstring."""
+
+    BLOCKED = enum.auto()
+    QUEUED = enum.auto()
+    SENT = enum.auto()
+    LIMBO = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+    CANCELLED = enum.auto()
+
+
+P = TypeVar("P")
+
+
+class Task(Generic[P]):
+    """One scheduled function. `payload` is the owner's; the scheduler does not look at it."""
+
+    __slots__ = ("attempts", "blockers", "id", "payload", "position", "size", "state")
+
+    def __init__(self, payload: P, blockers: int = 0, size: int = 0) -> None:
+        self.id = 0
+        self.payload = payload
+        self.blockers = blockers
+        self.size = size
+        self.state = State.BLOCKED if blockers else State.QUEUED
+        self.attempts = 0
+        self.position = 0  # in the order of all that were sent on the worker's stream
+
+    def __repr__(self) -> str:
+        return f"<Task {self.id} {self.state.name} attempts={self.attempts}>"
+
+
+@dataclass(slots=True)
+class WorkerState(Generic[P]):
+    """What the scheduler knows of a worker."""
+
+    up: bool = False
+    sent: dict[int, Task[P]] = field(default_factory=dict)  # in the order of sending
+    limbo: list[Task[P]] = field(default_factory=list)
+    sent_count: int = 0
+    seconds: float | None = None  # of a function, smoothed
+
+    @property
+    def window(self) -> int:
+        """How many functions to keep with this worker: one until it is known how long they take."""
+        if self.seconds is None:
+            return 1
+        return min(MAX_WINDOW, 2 + int(TARGET_SECONDS / max(self.seconds, 1e-6)))
+
+
+class Scheduler(Generic[P]):
+    """The queue and who has what. Its owner serialises all calls with one lock."""
+
+    def __init__(self, num_workers: int, max_attempts: int) -> None:
+        self.workers: list[WorkerState[P]] = [WorkerState() for _ in range(num_workers)]
+        self.error: Exception | None = None
+        self.final = False
+        self.ended: list[int] = []
+        self._max_attempts = max_attempts
+        self._queue: deque[Task[P]] = deque()
+        self._blocked: set[Task[P]] = set()
+        self._last_id = 0
+
+    # What there is
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that no worker has."""
+        return len(self._queue) + len(self._blocked)
+
+    @property
+    def queued(self) -> int:
+        """Tasks that could be sent now."""
+        return len(self._queue)
+
+    @property
+    def in_flight(self) -> int:
+        """Tasks that are sent or in limbo."""
+        return sum(len(worker.sent) + len(worker.limbo) for worker in self.workers)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is waiting and nothing executes."""
+        return not self._queue and not self._blocked and not self.in_flight
+
+    # The producer's side
+
+    def add(self, task: Task[P]) -> None:
+        """Enter a task. Only while there is no error."""
+        assert self.error is None, "the error is to be taken first"
+        self._last_id += 1
+        task.id = self._last_id
+        if task.blockers:
+            self._blocked.add(task)
+        else:
+            self._queue.append(task)
+
+    def unblock(self, task: Task[P]) -> None:
+        """One of the values a task waits for is ready. One that was never entered (Ctrl-C) stays out."""
+        task.blockers -= 1
+        if not task.blockers and task.state is State.BLOCKED and task.id:
+            self._blocked.discard(task)
+            task.state = State.QUEUED
+            self._queue.append(task)
+
+    def take_error(self) -> Exception | None:
+        """The error, if there is one and nothing executes any more; cleared by this unless it is final."""
+        if self.error is None or self.in_flight:
+            return None
+        error = self.error
+        if not self.final:
+            self.error = None
+        return error
+
+    # The workers' side
+
+    def worker_up(self, index: int) -> None:
+        """A worker is ready for functions."""
+        worker = self.workers[index]
+        assert not worker.sent, "what it had is lost before it comes back"
+        assert not worker.limbo, "what it had is requeued before it comes back"
+        worker.up, worker.sent_count, worker.seconds = True, 0, None
+
+    def take(self, index: int) -> list[Task[P]]:
+        """The next tasks for a worker: as many as fit its window, but no more than its share of the queue.
+
+        What would only wait here is left to workers that have nothing: nobody knows how long it would wait.
+        """
+        worker = self.workers[index]
+        if not worker.up or not self._queue:
+            return []
+        up = sum(other.up for other in self.workers)
+        count = min(worker.window - len(worker.sent), math.ceil(len(self._queue) / up))
+        if worker.sent:
+            count = min(count, len(self._queue) - sum(other.up and not other.sent for other in self.workers))
+        batch: list[Task[P]] = []
+        size = 0
+        while len(batch) < count and size < MAX_BATCH_BYTES:
+            task = self._queue.popleft()
+            size += task.size
+            task.state = State.SENT
+            task.attempts += 1
+            worker.sent_count += 1
+            task.position = worker.sent_count
+            worker.sent[task.id] = task
+            batch.append(task)
+        return batch
+
+    def finish(self, index: int, task_id: int, seconds: float) -> Task[P] | None:
+        """A function returned. None if the task is no longer this worker's."""
+        worker = self.workers[index]
+        task = worker.sent.pop(task_id, None)
+        if task is None:
+            return None
+        worker.seconds = seconds if worker.seconds is None else worker.seconds + _SMOOTHING * (seconds - worker.seconds)
+        self._end(task, State.DONE)
+        return task
+
+    def fail(self, index: int, task_id: int, error: Exception) -> tuple[Task[P] | None, list[Task[P]]]:
+        """A function raised. The task (None: no longer this worker's) and the tasks that are cancelled by it."""
+        task = self.workers[index].sent.pop(task_id, None)
+        if task is None:
+            return None, []
+        if self.error is not None:  # the first error won; this is one of those it cancels
+            self._end(task, State.CANCELLED)
+            return None, [task]
+        self._end(task, State.FAILED)
+        return task, self._set_error(error)
+
+    def cancelled(self, index: int, task_id: int) -> Task[P] | None:
+        """A function stopped because it was asked to."""
+        task = self.workers[index].sent.pop(task_id, None)
+        if task is not None:
+            self._end(task, State.CANCELLED)
+        return task
+
+    def give_back(self, index: int, task_ids: Iterable[int]) -> list[Task[P]]:
+        """The worker will not run these. They go to the head of the queue; those cancelled instead are returned."""
+        worker = self.workers[index]
+        tasks = [worker.sent.pop(task_id) for task_id in task_ids if task_id in worker.sent]
+        for task in tasks:
+            task.attempts -= 1  # it was none
+        return self._requeue(tasks)
+
+    def lose(self, index: int) -> bool:
+        """A worker is gone. True if it had tasks, which are in limbo now.
+
+        It ran them in order, so its death is an attempt of the oldest only: the others did not start, or had
+        ended and lost their outcomes. Else a function that waits behind others could be given up for what
+        they, or a machine that is taken away again and again, did.
+        """
+        worker = self.workers[index]
+        worker.up = False
+        lost = list(worker.sent.values())
+        for task in lost[1:]:
+            task.attempts -= 1
+        worker.limbo.extend(lost)
+        worker.sent.clear()
+        for task in worker.limbo:
+            task.state = State.LIMBO
+        return bool(worker.limbo)
+
+    def requeue(self, index: int, exhausted: Exception | None = None) -> tuple[list[Task[P]], list[Task[P]]]:
+        """Every server has closed the lost worker's incarnation: its tasks may run elsewhere.
+
+        Returns the tasks that fail because they have had all their attempts (with the error `exhausted`), and
+        those that are cancelled.
+        """
+        worker = self.workers[index]
+        tasks, worker.limbo = worker.limbo, []
+        hopeless = [task for task in tasks if task.attempts >= self._max_attempts]
+        cancelled = self._requeue([task for task in tasks if task.attempts < self._max_attempts])
+        failed: list[Task[P]] = []
+        for task in hopeless:
+            if self.error is None and exhausted is not None:
+                self._end(task, State.FAILED)
+                failed.append(task)
+                cancelled += self._set_error(exhausted)
+            else:
+                self._end(task, State.CANCELLED)
+                cancelled.append(task)
+        return failed, cancelled
+
+    def abort(self, error: Exception, *, final: bool) -> list[Task[P]]:
+        """An error from outside of any function. The tasks that are cancelled by it, those in limbo included.
+
+        A final error replaces one that is not; the first final one stays.
+        """
+        if self.error is not None and not final:
+            return []
+        cancelled = []
+        if final:
+            for worker in self.workers:
+                limbo, worker.limbo = worker.limbo, []
+                for task in limbo:
+                    self._end(task, State.CANCELLED)
+                cancelled += limbo
+            if self.final:
+                return cancelled
+            self.final = True
+        return cancelled + self._set_error(error)
+
+    def recallable(self, index: int) -> list[Task[P]]:
+        """Tasks that a worker has, in the order of sending."""
+        return list(self.workers[index].sent.values())
+
+    def to_steal(self) -> tuple[int, Sequence[Task[P]]] | None:
+        """For an idle worker while the queue is empty: a worker that has several tasks, and its later half."""
+        if self._queue or self.error is not None:
+            return None
+        index = max(range(len(self.workers)), key=lambda i: len(self.workers[i].sent))
+        tasks = self.recallable(index)
+        if len(tasks) < 2:
+            return None
+        return index, tasks[(len(tasks) + 1) // 2 :]
+
+    # Inside
+
+    def _requeue(self, tasks: Sequence[Task[P]]) -> list[Task[P]]:
+        if self.error is not None:
+            for task in tasks:
+                self._end(task, State.CANCELLED)
+            return list(tasks)
+        for task in reversed(tasks):
+            task.state = State.QUEUED
+            self._queue.appendleft(task)
+        return []
+
+    def _set_error(self, error: Exception) -> list[Task[P]]:
+        self.error = error
+        cancelled = [*self._blocked, *self._queue]
+        self._blocked.clear()
+        self._queue.clear()
+        for task in cancelled:
+            self._end(task, State.CANCELLED)
+        return cancelled
+
+    def _end(self, task: Task[P], state: State) -> None:
+        task.state = state
+        self.ended.append(task.id)
+
+    def check(self) -> None:
+        """Assert the invariants; for the end of every state test."""
+        for worker in self.workers:
+            assert worker.up or not worker.sent, "a worker that is down has nothing"
+            assert all(task.state is State.SENT for task in worker.sent.values())
+            assert all(task.state is State.LIMBO for task in worker.limbo)
+        assert all(task.state is State.QUEUED for task in self._queue)
+        assert all(task.state is State.BLOCKED and task.blockers > 0 for task in self._blocked)
+        assert self.error is None or not self.waiting, "an error leaves nothing waiting"
+        held = [task.id for task in (*self._queue, *self._blocked)]
+        held += [task_id for worker in self.workers for task_id in worker.sent]
+        held += [task.id for worker in self.workers for task in worker.limbo]
+        assert len(held) == len(set(held)), "a task is in one place"
+        assert len(held) + len(self.ended) <= self._last_id

@@ -1,0 +1,73 @@
+"""Server: a role started from a script, for programs that are one file for all roles.
+
+resolver = TFConfigClusterResolver()
+if resolver.task_type in ("worker", "ps"):
+    Server(resolver).join()
+else:
+    ...  # the coordinator's part
+"""
+
+from __future__ import annotations
+
+from pscluster.coordinator.settings import process_options
+from pscluster.core.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.serving import RoleOptions, listen_address, run_role
+from pscluster.ps.main import serve_ps
+from pscluster.worker.main import serve_worker
+
+
+class Server:
+    """A parameter server or worker in this process.
+
+    Args:
+        server_or_cluster_def: a resolver or a ClusterSpec; default: TF_CONFIG.
+        job_name: "ps" or "worker"; default: the resolver's task.
+        task_index: default: the resolver's task.
+        protocol: taken for the peer's sake; only "grpc" exists.
+        options: how to serve; default: the environment's token, and the task's own address.
+
+    Raises:
+        ConfigurationError: the cluster has no such task, or the role is another one.
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: ClusterResolver | ClusterSpec | None = None,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str = "grpc",
+        *,
+        options: RoleOptions | None = None,
+    ) -> None:
+        source = server_or_cluster_def if server_or_cluster_def is not None else TFConfigClusterResolver()
+        if isinstance(source, ClusterSpec):
+            spec = source
+        else:
+            spec = source.cluster_spec()
+            job_name = job_name or source.task_type
+            task_index = source.task_id if task_index is None else task_index
+        if not protocol.startswith("grpc"):
+            raise ConfigurationError(f"protocol is {protocol!r}, but only 'grpc' exists")
+        if job_name not in ("ps", "worker"):
+            raise ConfigurationError(
+                f"a Server is a 'ps' or a 'worker', not {job_name!r}: branch on resolver.task_type"
+            )
+        if task_index is None:
+            raise ConfigurationError("a Server needs the index of its task: give task_index, or set TF_CONFIG's task")
+        self._role, self._index, self._spec = job_name, task_index, spec
+        self._options = options or process_options()
+        self._address = listen_address(spec.task_address(job_name, task_index), self._options)
+
+    @property
+    def target(self) -> str:
+        """Where it listens."""
+        return f"grpc://{self._address}"
+
+    def join(self) -> None:
+        """Serve until SIGTERM, Ctrl-C or, where asked for, the end of the job; then exit with 0. Never returns."""
+        if self._role == "ps":
+            serve = serve_ps(self._index, self._address, self._options)
+        else:
+            serve = serve_worker(self._index, self._address, self._spec, self._options)
+        run_role(self._role, self._index, self._options, serve)

@@ -1,0 +1,26 @@
+"""How this process serves and dials: set by the command line, else read from the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pscluster.core.serving import RoleOptions
+from pscluster.core.tokens import load_token
+
+
+@dataclass
+class _Settings:
+    options: RoleOptions | None = None
+
+
+_settings = _Settings()
+
+
+def set_process_options(options: RoleOptions) -> None:
+    """For the command line, before the script runs."""
+    _settings.options = options
+
+
+def process_options() -> RoleOptions:
+    """The options given on the command line, or defaults with the environment's token."""
+    return _settings.options or RoleOptions(token=load_token(None))

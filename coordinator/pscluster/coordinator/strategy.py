@@ -1,0 +1,457 @@
+"""ParameterServerStrategy: connects to the cluster, and makes variables on its parameter servers."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import inspect
+import itertools
+import json
+import logging
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+
+from pscluster.coordinator import loop
+from pscluster.coordinator.dispatch import Dispatcher
+from pscluster.coordinator.links import PsLink
+from pscluster.coordinator.local_cluster import LocalCluster
+from pscluster.coordinator.partitioners import partition_for
+from pscluster.coordinator.placement import Placer
+from pscluster.coordinator.render import rendered
+from pscluster.coordinator.settings import process_options
+from pscluster.core.channels import PeerAddress, wait_for_peers
+from pscluster.core.cluster import ClusterResolver, ClusterSpec, validate_for_strategy
+from pscluster.core.definitions import capture
+from pscluster.core.dtypes import converted, dtype_named, is_variable_dtype
+from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError
+from pscluster.core.geometry import Partition
+from pscluster.core.handles import Handle
+from pscluster.core.identity import fresh_id, make_identity
+from pscluster.core.node import Role
+from pscluster.core.serving import RoleOptions, RoleServer, listen_address
+from pscluster.core.tokens import call_metadata
+from pscluster.ps.client import PsClient
+from pscluster.ps.creating import Partitioner, VariableRequest, colocated_with, colocation, creating_with
+from pscluster.ps.handles import handle_of
+from pscluster.ps.initializers import Initializer
+from pscluster.ps.variables import Array, Shard, Variable, whole_index
+from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
+from pscluster.worker.strategy import Strategy
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
+
+logger = logging.getLogger(__name__)
+
+# Held here until they are closed: a strategy that nobody refers to any more has a job all the same.
+_open: set[ParameterServerStrategy] = set()
+
+
+class ParameterServerStrategy(Strategy):
+    """Variables on parameter servers, functions on workers.
+
+    Making one connects to the cluster: it waits until all parameter servers and workers answer, whatever the
+    order they are started in, and takes the servers for its job.
+
+    Args:
+        cluster_resolver: a `TFConfigClusterResolver`, another resolver, or a running `LocalCluster`.
+        variable_partitioner: how variables are cut, a callable `(shape, dtype) -> shards per axis`; None: not at all.
+        placement: which server gets a shard: "bytes" (the one that holds least), "round_robin", or a callable.
+        seed: from which per-worker datasets derive theirs.
+        token: the cluster token; default: from the environment.
+        connect_timeout: seconds to wait for the cluster's tasks.
+
+    Raises:
+        ConfigurationError: the cluster's description is wrong.
+        UnavailableError: tasks were missing when the time was over; the message names them.
+        BusyError: another coordinator works with this cluster.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | LocalCluster,
+        variable_partitioner: Partitioner | None = None,
+        *,
+        placement: str | Callable[..., int] = "bytes",
+        seed: int = 0,
+        token: str | None = None,
+        connect_timeout: float | None = None,
+    ) -> None:
+        spec = cluster_resolver.cluster_spec()
+        validate_for_strategy(spec, cluster_resolver.task_type, cluster_resolver.task_id)
+        options = process_options()
+        if token is None:
+            token = cluster_resolver.token if isinstance(cluster_resolver, LocalCluster) else options.token
+        timeout = options.connect_timeout if connect_timeout is None else connect_timeout
+        self.cluster_resolver = cluster_resolver
+        self._spec = spec
+        self._partitioner = variable_partitioner
+        self._placer = Placer(spec.num_tasks("ps"), placement)
+        self._variables: dict[str, Variable] = {}
+        self._reserved: set[str] = set()
+        self._optimizers = 0
+        self._lock = threading.Lock()
+        self._last_id = 0
+        self._closed = False
+        self._dispatcher: Dispatcher | None = None
+        self._coordinator: ClusterCoordinator | None = None
+        self._server: RoleServer | None = None
+        self._servers: list[PsLink] = []
+
+        self.job = fresh_id()
+        self.identity = make_identity("chief", 0)
+        self._metadata = call_metadata(token)
+        ps = [PeerAddress("ps", i, spec.task_address("ps", i)) for i in spec.task_indices("ps")]
+        self._workers = [PeerAddress("worker", i, spec.task_address("worker", i)) for i in spec.task_indices("worker")]
+        if [peer.index for peer in ps] != list(range(len(ps))):
+            raise ConfigurationError("the cluster's parameter servers must be numbered from 0 without gaps")
+        client = PsClient(ps, self.identity, self._metadata, job=self.job, incarnation=fresh_id())
+        super().__init__(client)
+        self._attach_request = node_pb2.AttachRequest(
+            coordinator=self.identity, job=self.job, num_workers=len(self._workers), seed=seed
+        )
+        try:
+            self._server = self._serve(spec, options.with_token(token))
+            wait_for_peers([*ps, *self._workers], self.identity, self._metadata, timeout=timeout, purpose="coordinator")
+            self._client.connect(timeout)
+            loop.run(self._attach(ps))
+        except BaseException:
+            self.close("the coordinator could not connect")
+            raise
+        if self._server is not None:
+            self._server.ready()
+        _open.add(self)
+        # What was registered last runs first: the job is ended before the LocalCluster, made before it, is stopped.
+        atexit.unregister(close_all)
+        atexit.register(close_all, "the coordinator's script has ended")
+
+    def _serve(self, spec: ClusterSpec, options: RoleOptions) -> RoleServer | None:
+        """Answer health checks and status questions, where the cluster gives the coordinator an address."""
+        if "chief" not in spec.jobs or self.cluster_resolver.task_type != "chief":
+            return None
+        address = listen_address(spec.task_address("chief", 0), options)
+        if isinstance(self.cluster_resolver, LocalCluster):
+            options = replace(options, share_port="--share-port" in self.cluster_resolver.hand_over_port("chief", 0))
+        return RoleServer(self.identity, _CoordinatorRole(self), {}, address, options)
+
+    async def _attach(self, peers: Sequence[PeerAddress]) -> None:
+        servers = [PsLink(peer, self._metadata, self._attach_request) for peer in peers]
+        try:
+            await asyncio.gather(*(server.take() for server in servers))
+        except BaseException:
+            # The job has not begun: nobody is to be told that it is over, least of all another job's roles.
+            await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
+            raise
+        self._servers = servers
+
+    def start_dispatcher(self, *, max_queued: int, max_attempts: int) -> Dispatcher:
+        """For the ClusterCoordinator: begin to hand out functions."""
+        if self._closed:
+            raise MisuseError("this strategy is closed: make another ParameterServerStrategy")
+        dispatcher = Dispatcher(
+            loop.event_loop(),
+            self._workers,
+            self._servers,
+            self._metadata,
+            self._attach_request,
+            max_queued=max_queued,
+            max_attempts=max_attempts,
+        )
+        self._dispatcher = dispatcher
+        loop.run(dispatcher.start())
+        return dispatcher
+
+    def close(self, reason: str = "the coordinator's script has ended") -> None:
+        """End the job: tell all roles, close all connections. Variables are gone then. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        dispatcher = self._dispatcher
+        if dispatcher is None and self._servers:
+            dispatcher = Dispatcher(
+                loop.event_loop(),
+                self._workers,
+                self._servers,
+                self._metadata,
+                self._attach_request,
+                max_queued=1,
+                max_attempts=1,
+            )
+        try:
+            if dispatcher is not None:
+                loop.run(dispatcher.close(reason))
+            for server in self._servers:
+                loop.run(server.close())
+        finally:  # Ctrl-C included
+            _open.discard(self)
+            self._client.close()
+            if self._server is not None:
+                self._server.stop(0)
+
+    def __enter__(self) -> ParameterServerStrategy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def client(self) -> PsClient:
+        """The coordinator's own client of the parameter servers."""
+        return self._client
+
+    # Variables
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[ParameterServerStrategy]:
+        """Within the block `Variable(...)` and optimizers are made on this strategy's servers."""
+        with creating_with(self):
+            yield self
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, variable: Variable | Shard) -> Iterator[None]:
+        """Within the block new variables are put, whole, on the server of this shard or of the variable's first."""
+        if not isinstance(variable, Variable | Shard):
+            raise TypeError(f"colocate_vars_with takes a variable or a shard of one, not a {type(variable).__name__}")
+        with self.scope(), colocated_with(variable.owners[0]):
+            yield
+
+    @property
+    def extended(self) -> ParameterServerStrategy:
+        """The peer's place for `colocate_vars_with`."""
+        return self
+
+    @property
+    def variables(self) -> list[Variable]:
+        """All variables, in the order in which they were made."""
+        return list(self._variables.values())
+
+    def resolve_handle(self, kind: str, key: str) -> Handle:
+        """The handle that a function returned. ProtocolError if there is none of that kind here."""
+        if kind == self.handle_kind:
+            return self
+        if kind == Variable.handle_kind and key in self._variables:
+            return self._variables[key]
+        handle = handle_of(kind, key, lambda: self._client, self.resolve_handle)
+        if handle is None:
+            raise ProtocolError(f"there is no {kind} {key!r} here")
+        return handle
+
+    def create_variable(self, request: VariableRequest) -> tuple[ps_pb2.VariableSpec, PsClient]:
+        """For `Variable(...)`: cut it, place it, put its initial value on the servers."""
+        name = self._reserve(request.name, "variable")
+        try:
+            initial = _initial(request, name)
+            shape, dtype = initial.shape, initial.dtype
+            beside = colocation()
+            partitioner = None if beside is not None else request.partitioner or self._partitioner
+            partition = partition_for(partitioner, shape, dtype, name)
+            with self._lock:
+                if beside is None:
+                    owners = list(self._placer.place(name, partition, dtype))
+                else:
+                    owners = [beside]
+                    self._placer.adopt(partition, dtype, owners)
+                self._last_id += 1
+                number = self._last_id
+            try:
+                spec = ps_pb2.VariableSpec(
+                    id=number,
+                    name=name,
+                    dtype=dtype.name,
+                    shape=shape,
+                    splits=[ps_pb2.AxisSplit(ends=ends) for ends in partition.ends],
+                    owners=owners,
+                    trainable=request.trainable,
+                )
+                self._client.create_variable(spec, initial.shards(partition), initial.initializers)
+            except BaseException:
+                with self._lock:
+                    self._placer.release(partition, dtype, owners)
+                raise
+        except BaseException:
+            self._reserved.discard(name)
+            raise
+        self._variables[name] = Variable.of(spec, self._client)
+        return spec, self._client
+
+    def create_optimizer(
+        self,
+        spec: ps_pb2.OptimizerSpec,
+        forms: Sequence[definition_pb2.Definition],
+        name: str | None,
+        kind: str,
+    ) -> tuple[ps_pb2.OptimizerSpec, PsClient]:
+        """For an optimizer's constructor: give it a number and a name, and declare it to the servers."""
+        spec.name = self._reserve(name, kind)
+        with self._lock:
+            self._last_id += 1
+            spec.id = self._last_id
+        try:
+            self._client.create_optimizer(spec, forms)
+        except BaseException:
+            self._reserved.discard(spec.name)
+            raise
+        return spec, self._client
+
+    def _reserve(self, name: str | None, kind: str) -> str:
+        with self._lock:
+            if name is None:
+                free = (f"{kind}_{number}" if number else kind for number in itertools.count())
+                name = next(candidate for candidate in free if candidate not in self._reserved)
+            elif not isinstance(name, str) or not name or len(name) > 1000:
+                raise MisuseError(f"a {kind}'s name must be a string of 1 to 1000 characters, not {name!r:.80}")
+            elif name in self._reserved:
+                raise MisuseError(f"there is a {kind} {name!r} already: names are unique in a strategy")
+            self._reserved.add(name)
+        return name
+
+    def placement(self) -> str:
+        """A table of which shard lives where, and a picture of how full each server is (slots not counted)."""
+        table = Table("shard", "shape", "type", "place", "bytes", title="placement")
+        per_server: dict[str, int] = {}
+        for variable in self._variables.values():
+            for shard in variable.variables:
+                per_server[shard.device] = per_server.get(shard.device, 0) + shard.nbytes
+                shape = "x".join(map(str, shard.shape)) or "scalar"
+                table.add_row(shard.name, shape, shard.dtype.name, shard.device, f"{shard.nbytes:,}")
+        fullest = max(per_server.values(), default=0) or 1
+        picture = []
+        for index in range(self._client.num_servers):
+            size = per_server.get(f"/job:ps/task:{index}", 0)
+            picture.append(f"ps {index} |{'#' * round(40 * size / fullest):40}| {size:,} bytes")
+        return "\n".join([rendered(table), *picture])
+
+    def __repr__(self) -> str:
+        return f"<ParameterServerStrategy {self._client.num_servers} ps, {len(self._workers)} workers>"
+
+
+class _CoordinatorRole(Role):
+    """What the coordinator answers when asked how it does."""
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        self._strategy = weakref.ref(strategy)
+
+    def describe(self, reply: node_pb2.StatusReply) -> None:
+        strategy = self._strategy()
+        connected = strategy is not None and strategy in _open
+        reply.state = "coordinating" if connected else "waiting for tasks"
+        if strategy is not None and strategy._dispatcher is not None:
+            reply.detail = strategy._dispatcher.describe()
+
+
+@dataclass(frozen=True, slots=True)
+class _Initial:
+    """What a variable is to be born with: its value, or what makes it on the servers."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    value: Array | None = None
+    initializers: tuple[tuple[ps_pb2.Initializer, bytes], ...] = ()
+
+    def shards(self, partition: Partition) -> list[Array] | None:
+        if self.value is None:
+            return None
+        return [np.ascontiguousarray(self.value[whole_index(block)]) for block in partition.blocks()]
+
+
+def _initial(request: VariableRequest, name: str) -> _Initial:
+    initial = request.initial_value
+    if initial is None:
+        raise MisuseError(f"variable {name!r} needs an initial_value: an array, a number, an initializer or a function")
+    shape = None if request.shape is None else _shape_of(request.shape, name)
+    asked = None if request.dtype is None else _dtype_named(request.dtype, name)
+    if callable(initial) and not isinstance(initial, np.ndarray | np.generic):
+        if shape is not None:
+            dtype = asked or np.dtype(np.float32)
+            _check_dtype(dtype, name)
+            return _Initial(shape, dtype, None, tuple(_initializers(initial)))
+        if isinstance(initial, Initializer) or not _can_be_called_without(initial):
+            raise MisuseError(f"variable {name!r}: what makes its initial value needs the shape: give shape=(...)")
+        initial = initial()
+    try:
+        value = np.asarray(initial)
+    except ValueError as error:  # a ragged list
+        raise MisuseError(f"variable {name!r}: the initial value is no array: {error}") from None
+    dtype = asked or _dtype_of(value, initial)
+    _check_dtype(dtype, name)
+    value = converted(initial if np.isscalar(initial) else value, dtype, name, "initial value")
+    try:
+        whole = np.broadcast_to(value, value.shape if shape is None else shape)
+    except ValueError:
+        raise MisuseError(f"variable {name!r}: an initial value of shape {value.shape} for the shape {shape}") from None
+    return _Initial(whole.shape, dtype, whole)
+
+
+def _shape_of(given: Any, name: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(map(operator.index, given if isinstance(given, Iterable) else (given,)))
+    except TypeError:
+        shape = (-1,)
+    if min(shape, default=0) < 0:
+        raise MisuseError(f"variable {name!r}: shape is {given!r}, but must be lengths of axes: integers, 0 or more")
+    return shape
+
+
+def _can_be_called_without(function: Callable[..., Any]) -> bool:
+    """Without arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return True
+    try:
+        signature.bind()
+    except TypeError:
+        return False
+    return True
+
+
+def _initializers(initial: Callable[..., Any]) -> Iterator[tuple[ps_pb2.Initializer, bytes]]:
+    if isinstance(initial, Initializer):
+        kind, numbers = initial.to_spec()
+        yield ps_pb2.Initializer(name=kind, numbers=json.dumps(numbers)), b""
+        return
+    for form in capture(initial).forms():
+        pickle = form.pickle
+        message = ps_pb2.Initializer(function=form)
+        message.function.ClearField("pickle")
+        yield message, pickle
+
+
+def _dtype_named(asked: npt.DTypeLike, name: str) -> np.dtype[Any]:
+    if isinstance(asked, str) and asked == "bfloat16":
+        return dtype_named(asked)
+    try:
+        return np.dtype(asked)
+    except TypeError:
+        raise MisuseError(f"variable {name!r}: dtype is {asked!r}, which is none: give one such as float32") from None
+
+
+def _dtype_of(value: Array, initial: object) -> np.dtype[Any]:
+    if value.dtype == np.float64 and not hasattr(initial, "dtype"):
+        return np.dtype(np.float32)  # Python's floats, as the peer
+    return value.dtype
+
+
+def _check_dtype(dtype: np.dtype[Any], name: str) -> None:
+    if not is_variable_dtype(dtype):
+        raise MisuseError(f"variable {name!r} can't have elements of type {dtype}: give a number type such as float32")
+
+
+def close_all(reason: str) -> None:
+    """End the jobs of all strategies that are open."""
+    for strategy in list(_open):
+        strategy.close(reason)
+
+
+os.register_at_fork(after_in_child=_open.clear)  # the jobs are the parent's to end, and it has the loop's thread

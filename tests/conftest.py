@@ -1,0 +1,183 @@
+"""Fixtures of the tests that use a real cluster: one for all of them, since to start one takes a second."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    FixedShardsPartitioner,
+    LocalCluster,
+    ParameterServerStrategy,
+    experimental_get_current_worker_index,
+)
+
+# A shared machine may be slow at any moment: no test is about time.
+hypothesis.settings.register_profile("pscluster", deadline=None)
+hypothesis.settings.load_profile("pscluster")
+
+PATIENCE = 60.0
+"""Seconds to wait for what comes within one on an idle machine."""
+
+NUM_PS = 2
+NUM_WORKERS = 2
+
+# Threads that live as long as the process: the library's, gRPC's beneath it, and the one that times the test.
+_LASTING_THREADS = ("pscluster-loop", "session-watchdog", "(_poll_wrapper)", "pytest_timeout")
+
+
+def until(predicate: Callable[[], object], what: str, state: Callable[[], object] = lambda: "") -> None:
+    """Wait until the predicate holds; if it does not come to that, say how it is."""
+    deadline = time.monotonic() + PATIENCE
+    while not predicate():
+        assert time.monotonic() < deadline, f"waited in vain until {what}: {state()}"
+        time.sleep(0.002)
+
+
+def wait_for_file(path: str) -> None:
+    """For a step: run, without a call of the library, until there is such a file."""
+    deadline = time.monotonic() + PATIENCE
+    while not os.path.exists(path):
+        assert time.monotonic() < deadline, f"waited in vain for {path}"
+        time.sleep(0.002)
+
+
+class Gate:
+    """What steps wait at, with `wait_for_file(gate.path)`, until the test opens it."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self.path = str(folder / "open")
+
+    def open(self) -> None:
+        """Let them pass."""
+        Path(self.path).touch()
+
+
+def leave_mark(path: str, name: str) -> None:
+    """For a step: say that it was here."""
+    (Path(path).parent / f"mark-{name}").touch()
+
+
+def marks(gate: Gate) -> set[str]:
+    """Who has said so."""
+    return {path.name.removeprefix("mark-") for path in Path(gate.path).parent.glob("mark-*")}
+
+
+def is_gone(pid: int) -> bool:
+    """Whether there is no such process any more."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def is_free(address: str) -> bool:
+    """Whether one could listen at this address."""
+    host, port = address.rsplit(":", 1)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError:
+            return False
+    return True
+
+
+def run_cluster(num_ps: int, num_workers: int) -> Iterator[LocalCluster]:
+    """A cluster for a fixture. At its end nothing has crashed, and nothing is left."""
+    threads = set(threading.enumerate())
+    with LocalCluster(num_ps, num_workers, log_level="ERROR") as cluster:
+        pids = cluster.pids
+        spec = cluster.cluster_spec()
+        addresses = [spec.task_address(job, index) for job in spec.jobs for index in spec.task_indices(job)]
+        yield cluster
+        assert cluster.pids == pids, "a role died, and was restarted, during the tests"
+        cluster.check()
+    assert all(is_gone(pid) for pid in pids.values())
+    assert [address for address in addresses if not is_free(address)] == []
+
+    def left() -> list[threading.Thread]:
+        new = [thread for thread in threading.enumerate() if thread not in threads]
+        return [thread for thread in new if not any(name in thread.name for name in _LASTING_THREADS)]
+
+    # gRPC's own threads notice the end of their channels a little later.
+    until(lambda: not left(), "no thread is left", left)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[LocalCluster]:
+    """Two parameter servers and two workers, for all tests of the session."""
+    yield from run_cluster(NUM_PS, NUM_WORKERS)
+
+
+@pytest.fixture
+def strategy(cluster: LocalCluster) -> Iterator[ParameterServerStrategy]:
+    """A strategy of the test's own; its variables are whole."""
+    with ParameterServerStrategy(cluster) as strategy:
+        yield strategy
+
+
+@pytest.fixture
+def sharding_strategy(cluster: LocalCluster) -> Iterator[ParameterServerStrategy]:
+    """A strategy of the test's own that cuts every variable in three."""
+    with ParameterServerStrategy(cluster, FixedShardsPartitioner(3)) as strategy:
+        yield strategy
+
+
+@pytest.fixture
+def coordinator(strategy: ParameterServerStrategy) -> ClusterCoordinator:
+    """The coordinator of the test's strategy."""
+    return ClusterCoordinator(strategy)
+
+
+def _held(step: Callable[..., Any], args: tuple[Any, ...], path: str) -> tuple[int, Any]:
+    """A step that keeps its worker until all workers have had theirs."""
+    worker, result = experimental_get_current_worker_index(), step(*args)
+    leave_mark(path, str(worker))
+    wait_for_file(path)
+    return worker, result
+
+
+Everywhere = Callable[..., list[Any]]
+"""(coordinator, step, *args): runs the step once on every worker, and gives its results by worker."""
+
+
+@pytest.fixture
+def everywhere(tmp_path: Path) -> Iterator[Everywhere]:
+    """Runs a step once on every worker. What ran on them before has ended then."""
+    gates: list[Gate] = []
+
+    def run(coordinator: ClusterCoordinator, step: Callable[..., Any], *args: Any) -> list[Any]:
+        gate = Gate(tmp_path / f"everywhere-{len(gates)}")
+        gates.append(gate)
+        held = functools.partial(_held, step)
+        values = [coordinator.schedule(held, args=(args, gate.path)) for _ in range(NUM_WORKERS)]
+        until(lambda: coordinator.done() or len(marks(gate)) == NUM_WORKERS, "every worker has had one")
+        gate.open()
+        found = dict(coordinator.fetch(values, PATIENCE))
+        return [found[worker] for worker in range(NUM_WORKERS)]
+
+    yield run
+    for gate in gates:
+        gate.open()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """A gate that is open at the test's end, whatever happens, so that no step outlives it."""
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.open()
