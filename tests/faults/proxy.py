@@ -1,0 +1,111 @@
+"""A bad network: connections through it can be cut off, or made deaf to answers."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import Self
+
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset, at once
+
+
+class Proxy:
+    """Forwards TCP connections to an address, until they are cut."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._lock = threading.Lock()
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._deaf = False
+        self._part = False
+        self._closed = False
+        self.swallowed = 0
+        self.forwarded = 0
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                if self._part:
+                    raise ConnectionRefusedError
+                far = socket.create_connection(self._target)
+            except OSError:
+                near.close()
+                continue
+            with self._lock:
+                if self._closed:
+                    near.close()
+                    far.close()
+                    return
+                self._pairs.add((near, far))
+                for back, source, sink in ((False, near, far), (True, far, near)):
+                    thread = threading.Thread(target=self._forward, args=(source, sink, back, (near, far)), daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _forward(
+        self, source: socket.socket, sink: socket.socket, back: bool, pair: tuple[socket.socket, socket.socket]
+    ) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if back and self._deaf:
+                    self.swallowed += len(data)
+                    continue
+                self.forwarded += len(data)
+                sink.sendall(data)
+        self._cut(pair)
+
+    def _cut(self, pair: tuple[socket.socket, socket.socket]) -> None:
+        with self._lock:
+            if pair not in self._pairs:
+                return
+            self._pairs.discard(pair)
+        for end in pair:
+            with suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                end.shutdown(socket.SHUT_RDWR)  # wakes whoever reads from it
+            end.close()
+
+    def swallow_answers(self) -> None:
+        """From now on what the server says is lost."""
+        self._deaf = True
+
+    def part(self) -> None:
+        """Reset all connections, and let no new ones come about until `join` is called."""
+        self._part = True
+        self.cut()
+
+    def join(self) -> None:
+        """New connections work again."""
+        self._part = False
+
+    def cut(self) -> None:
+        """Reset all connections; new ones work, in both directions."""
+        self._deaf = False
+        with self._lock:
+            pairs = list(self._pairs)
+        for pair in pairs:
+            self._cut(pair)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join()

@@ -1,0 +1,77 @@
+"""What step functions of the fault tests do on a worker. Imports little: every worker that restarts loads it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.context import experimental_get_current_worker_index
+
+PATIENCE = 90.0
+"""Seconds to wait for a condition that comes within one on an idle machine."""
+
+
+def die(*_: object) -> None:
+    """Kill this process, as `kill -9` does. Nothing that comes after happens. Can stand for any function."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def first_time(folder: str, name: str) -> bool:
+    """Whether this is asked for the first time under this name, by any process."""
+    try:
+        os.close(os.open(Path(folder, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
+
+
+def die_once(folder: str, name: str) -> None:
+    """Kill this process if nobody did so under this name before."""
+    if first_time(folder, name):
+        die()
+
+
+def note(folder: str, name: str, text: str = "") -> None:
+    """Leave a file that others can wait for, whole from the first moment."""
+    Path(folder, f".{name}").write_text(text)
+    Path(folder, f".{name}").rename(Path(folder, name))
+
+
+def wait_for(folder: str, name: str) -> str:
+    """Wait for a file; what it says."""
+    deadline = time.monotonic() + PATIENCE
+    while not Path(folder, name).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody left {name}")
+        time.sleep(0.005)
+    return Path(folder, name).read_text()
+
+
+class Deadly:
+    """A result whose encoding kills the worker the first time: all is done, and nothing of it is sent."""
+
+    dtype = np.dtype(np.int64)
+    shape = (2,)
+
+    def __init__(self, folder: str, number: int) -> None:
+        self.folder, self.number = folder, number
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[np.int64]:
+        die_once(self.folder, f"result-{self.number}")
+        return np.array([self.number, -1])
+
+
+def where(number: int) -> tuple[int, int, int]:
+    """The argument, the worker that got it, and its process."""
+    return number, experimental_get_current_worker_index(), os.getpid()
+
+
+def deadly() -> None:
+    """A function that ends every process it runs in."""
+    os._exit(13)

@@ -1,0 +1,226 @@
+"""What the fault tests share: a running job, and ways to wait for what becomes of it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+from tests.faults.steps import PATIENCE
+
+from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, RemoteValue, Variable
+from pscluster.coordinator.partitioners import FixedShardsPartitioner
+from pscluster.core.channels import NODE_SERVICE, open_channel
+from pscluster.core.errors import from_kind, from_rpc
+from pscluster.core.frames import pack, padding, unpack
+from pscluster.core.identity import fresh_id
+from pscluster.core.rpc import Stub
+from pscluster.core.tokens import call_metadata
+from pscluster.ps.service import SERVICE as PS_SERVICE
+from pscluster.v1 import node_pb2, ps_pb2
+
+__all__ = ["PATIENCE", "Job", "RawClient", "gone", "ones", "ready", "running_job", "status", "until"]
+
+
+def until(predicate: Callable[[], object], what: str, instead: Callable[[], object] = lambda: "") -> None:
+    """Wait until the predicate holds; `instead` tells what there was when the time was over."""
+    deadline = time.monotonic() + PATIENCE
+    while not predicate():
+        assert time.monotonic() < deadline, f"waited in vain until {what}; {instead()}"
+        time.sleep(0.005)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended (a zombie is one that has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def ready(values: Sequence[RemoteValue]) -> int:
+    """How many values are there."""
+    return sum(value.status.value == "ready" for value in values)
+
+
+def status(cluster: LocalCluster, role: str, index: int) -> node_pb2.StatusReply:
+    """A task's own account of itself."""
+    with open_channel(cluster.cluster_spec().task_address(role, index)) as channel:
+        reply: node_pb2.StatusReply = Stub(channel, NODE_SERVICE).status(
+            node_pb2.StatusRequest(), timeout=PATIENCE, metadata=call_metadata(cluster.token), wait_for_ready=True
+        )
+    return reply
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cluster with a strategy and a coordinator in this process."""
+
+    cluster: LocalCluster
+    strategy: ParameterServerStrategy
+    coordinator: ClusterCoordinator
+    folder: str  # for the marks that functions leave
+
+    def kill(self, worker: int) -> int:
+        """kill -9 of a worker; the pid that it had."""
+        return self.cluster.kill("worker", worker)
+
+    def until_up(self, count: int) -> None:
+        """Wait until exactly so many workers take functions."""
+        until(lambda: self.coordinator.workers_up == count, f"{count} workers are up", self.coordinator.describe)
+
+    def until_done(self, values: Sequence[RemoteValue], count: int) -> None:
+        """Wait until so many of the values are there; raises what made a function fail."""
+        until(
+            lambda: ready(values) >= count or (self.coordinator.done() and ready(values) >= count),
+            f"{count} functions are done",
+            self.coordinator.describe,
+        )
+
+    def join(self) -> None:
+        """Wait for everything scheduled; a hang is told of by what it hangs on."""
+        self.coordinator.join(timeout=PATIENCE)
+
+
+@contextmanager
+def running_job(
+    num_ps: int = 1,
+    num_workers: int = 1,
+    *,
+    shards: int = 1,
+    max_attempts: int = 10,
+    connect_to: Callable[[LocalCluster], Any] = lambda cluster: cluster,
+    command: str | None = None,
+    **options: Any,
+) -> Iterator[Job]:
+    """A cluster and a coordinator in this process; afterwards no process is left.
+
+    Args:
+        num_ps: parameter servers.
+        num_workers: workers.
+        shards: into how many shards variables are cut.
+        max_attempts: of a function.
+        connect_to: the resolver through which the coordinator finds the cluster.
+        command: source of a program that stands for the roles' own.
+        options: of LocalCluster.
+    """
+    logging.getLogger("pscluster.coordinator").setLevel(logging.WARNING)  # what dies here dies on purpose
+    logging.getLogger("pscluster.local_cluster").setLevel(logging.ERROR)
+    if command is not None:
+        options["_command"] = [sys.executable, "-c", command]
+    options.setdefault("log_level", "ERROR")
+    with (
+        tempfile.TemporaryDirectory(prefix="pscluster-faults-") as folder,
+        LocalCluster(num_ps, num_workers, **options) as cluster,
+    ):
+        pids = list(cluster.pids.values())
+        strategy = ParameterServerStrategy(
+            connect_to(cluster), FixedShardsPartitioner(shards), token=cluster.token, connect_timeout=PATIENCE
+        )
+        try:
+            yield Job(cluster, strategy, ClusterCoordinator(strategy, max_attempts=max_attempts), folder)
+        finally:
+            strategy.close()
+            pids += cluster.pids.values()
+    assert all(map(gone, pids)), "a process was left behind"
+
+
+class RawClient:
+    """Speaks to one parameter server as any program could that holds the token: nothing is checked or repeated."""
+
+    def __init__(self, job: Job, index: int = 0, incarnation: int = 0) -> None:
+        self.job = job.strategy.job
+        self.index = index
+        self.incarnation = incarnation or fresh_id()
+        self._metadata = call_metadata(job.cluster.token)
+        self._channel = open_channel(job.cluster.cluster_spec().task_address("ps", index))
+        self._stub = Stub(self._channel, PS_SERVICE)
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def _call(self, method: str, request: Any) -> Any:
+        try:
+            return getattr(self._stub, method)(request, metadata=self._metadata, timeout=PATIENCE)
+        except grpc.RpcError as error:
+            raise from_rpc(error, "the server") from None
+
+    def spec(self, variable: Variable) -> ps_pb2.VariableSpec:
+        """What the server's directory says of a variable."""
+        found: ps_pb2.VariableSpec = self._call(
+            "describe", ps_pb2.DescribeRequest(job=self.job, variables=[variable.name])
+        ).variables[0]
+        return found
+
+    def add(
+        self, variable: Variable, amount: float, *, function: int = 0, sequence: int = 0, nth: int = 1, settled: int = 0
+    ) -> tuple[ps_pb2.Request, bytes]:
+        """A request that adds to every element of the shards that this server owns, and its payload."""
+        spec = self.spec(variable)
+        request = ps_pb2.Request(last=True)
+        update = request.update
+        update.job, update.incarnation = self.job, self.incarnation
+        update.function, update.sequence, update.settled = function, sequence, settled
+        payload = b""
+        for shard, owner in enumerate(spec.owners):
+            if owner == self.index:
+                values = np.full(variable.partition.block(shard).shape, amount, spec.dtype).tobytes()
+                rows = ps_pb2.Rows(all=True)
+                update.items.add(
+                    variable=spec.id, shard=shard, kind=ps_pb2.ADD, nth=nth, rows=rows, value_bytes=len(values)
+                )
+                payload += values + bytes(padding(len(values)))
+        request.total_bytes = len(payload)
+        return request, payload
+
+    def session(self, request: ps_pb2.Request, payload: bytes) -> ps_pb2.UpdateReply:
+        """Send it on a session. Raises the refusal."""
+        (data,) = self._call("session", iter([pack(request, [payload])]))
+        reply, _ = unpack(data, ps_pb2.Reply)
+        if reply.HasField("refusal"):
+            raise from_kind(reply.refusal.kind, reply.refusal.message)
+        return reply.update
+
+    def push(self, request: ps_pb2.Request, payload: bytes, frames: int = 3) -> ps_pb2.UpdateReply:
+        """Send it as a Push, in so many frames. Raises the refusal."""
+        return self.send_frames(self.frames(request, payload, frames)).update
+
+    def send_frames(self, frames: Iterator[bytes]) -> ps_pb2.Reply:
+        """A Push of these messages."""
+        return unpack(self._call("push", frames), ps_pb2.Reply)[0]
+
+    @staticmethod
+    def frames(request: ps_pb2.Request, payload: bytes, frames: int) -> Iterator[bytes]:
+        """A Push's messages."""
+        head = ps_pb2.Request()
+        head.CopyFrom(request)
+        size = -(-len(payload) // frames)
+        for number in range(frames):
+            head.last = number == frames - 1
+            yield pack(head, [payload[number * size : (number + 1) * size]])
+            head = ps_pb2.Request()
+
+    def close_incarnation(self, incarnation: int) -> None:
+        """As the coordinator does when it gives a worker up."""
+        self._call("close_incarnation", ps_pb2.CloseIncarnationRequest(job=self.job, incarnation=incarnation))
+
+    def finish(self, start: int, stop: int) -> None:
+        """As the coordinator does when functions have ended."""
+        self._call("finish_functions", ps_pb2.FinishFunctionsRequest(job=self.job, starts=[start], stops=[stop]))
+
+
+def ones(variable: Variable) -> npt.NDArray[Any]:
+    """1 for every element."""
+    return np.ones(variable.shape, variable.dtype)
