@@ -1,0 +1,348 @@
+"""Roles as processes, as a user starts them: what the tests of this folder share."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+PATIENCE = 90.0
+"""Seconds to wait for a condition that comes within one on an idle machine."""
+
+PSCLUSTER = (str(Path(sys.executable).with_name("pscluster")),)
+
+# A whole job: its result shows that every function ran, and ran once.
+JOB = """
+import sys
+import numpy as np
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver, Variable
+
+strategy = ParameterServerStrategy(TFConfigClusterResolver())
+with strategy.scope():
+    w = Variable(np.zeros(4, np.float32), name="w")
+coordinator = ClusterCoordinator(strategy)
+
+def step():
+    w.assign_add(np.ones(4, np.float32))
+
+for _ in range(20):
+    coordinator.schedule(step)
+coordinator.join()
+print("w is", w.numpy().tolist(), "with", sys.argv[1:], flush=True)
+"""
+DONE = re.escape("w is [20.0, 20.0, 20.0, 20.0]")
+
+# Its functions run until the file named by the first argument exists.
+HELD = """
+import pathlib, sys, time
+import numpy as np
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    ParameterServerStrategy,
+    TFConfigClusterResolver,
+    Variable,
+    experimental_get_current_worker_index,
+)
+
+gate = sys.argv[1]
+strategy = ParameterServerStrategy(TFConfigClusterResolver())
+with strategy.scope():
+    w = Variable(np.zeros(4, np.float32), name="w")
+coordinator = ClusterCoordinator(strategy)
+
+def step():
+    print("running on worker", experimental_get_current_worker_index(), flush=True)
+    while not pathlib.Path(gate).exists():
+        time.sleep(0.01)
+    w.assign_add(np.ones(4, np.float32))
+
+for _ in range(20):
+    coordinator.schedule(step)
+print("joining", flush=True)
+coordinator.join()
+print("w is", w.numpy().tolist(), flush=True)
+"""
+
+# A coordinator that is connected and does nothing, until it is told to end.
+IDLE = """
+import pathlib, sys, time
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver, Variable
+
+strategy = ParameterServerStrategy(TFConfigClusterResolver())
+coordinator = ClusterCoordinator(strategy)
+with strategy.scope():
+    w = Variable([1.0] * 10, name="w")
+coordinator.schedule(lambda: None)
+coordinator.join()
+print("connected", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+"""
+
+Cluster = Mapping[str, Sequence[str] | Mapping[str, str]]
+
+
+def free_addresses(count: int) -> list[str]:
+    """Loopback addresses where nothing listens.
+
+    Their ports lie below those from which connections are made: there a connection to a port where nobody
+    listens yet may be answered by itself.
+    """
+    found: list[str] = []
+    while len(found) < count:
+        address = f"127.0.0.1:{random.randrange(12_000, 32_000)}"
+        host, port = address.split(":")
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, int(port)))
+            except OSError:
+                continue
+        if address not in found:
+            found.append(address)
+    return found
+
+
+def make_cluster(ps: int = 1, workers: int = 1, chief: bool = True) -> dict[str, list[str]]:
+    """The `cluster` of a TF_CONFIG, as lists."""
+    addresses = free_addresses(ps + workers + chief)
+    cluster = {"ps": addresses[:ps], "worker": addresses[ps : ps + workers]}
+    if chief:
+        cluster["chief"] = addresses[-1:]
+    return cluster
+
+
+def tf_config(cluster: Cluster, role: str, index: int = 0) -> str:
+    """TF_CONFIG for one task."""
+    return json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
+
+
+def environ(config: str | None = None, **more: str) -> dict[str, str]:
+    """This process's environment, without what would describe another cluster."""
+    ours = ("TF_CONFIG", "PSCLUSTER_TOKEN", "PSCLUSTER_TOKEN_FILE")
+    clean = {key: value for key, value in os.environ.items() if key not in ours}
+    clean.update(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", COLUMNS="140", **more)
+    return clean if config is None else {**clean, "TF_CONFIG": config}
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition that nothing reports. AssertionError if it does not come."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
+        time.sleep(0.02)
+
+
+class Process:
+    """A process and the lines it has written, on standard output and standard error alike."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> None:
+        self.command = list(command)
+        self._changed = threading.Condition()
+        self._lines: list[str] = []
+        self._at_end = False
+        self._popen = subprocess.Popen(
+            self.command,
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self.pid = self._popen.pid
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            with self._changed:
+                self._lines.append(line)
+                self._changed.notify_all()
+        with self._changed:
+            self._at_end = True
+            self._changed.notify_all()
+
+    @property
+    def output(self) -> str:
+        """What it has written until now."""
+        with self._changed:
+            return "".join(self._lines)
+
+    def wait_for(self, pattern: str, count: int = 1) -> str:
+        """Wait until so many lines contain the pattern; the last of them. AssertionError if they don't come."""
+        deadline = time.monotonic() + PATIENCE
+        with self._changed:
+            while True:
+                found = [line for line in self._lines if re.search(pattern, line)]
+                if len(found) >= count:
+                    return found[count - 1]
+                left = deadline - time.monotonic()
+                if self._at_end or left <= 0:
+                    why = "it ended" if self._at_end else f"{PATIENCE:g} s have passed"
+                    raise AssertionError(f"no {pattern!r} from {self.command}: {why}\n{''.join(self._lines)}")
+                self._changed.wait(left)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self._popen.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait for its end; the exit code, -n for signal n."""
+        try:
+            code = self._popen.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.command} does not end\n{self.output}") from None
+        self._reader.join(PATIENCE)
+        return code
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._popen.poll() is None
+
+    def resident_bytes(self) -> int:
+        """Its resident memory."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave no process behind, of those it started neither."""
+        if self._popen.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        assert self._popen.stdout is not None
+        self._popen.stdout.close()
+
+
+class Roles:
+    """Starts the roles of a cluster one by one, and ends them all."""
+
+    def __init__(self, cluster: Cluster, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.env = dict(env or {})
+        self.started: list[Process] = []
+
+    def start(self, *arguments: str, role: str, index: int = 0, command: Sequence[str] = PSCLUSTER) -> Process:
+        """Start `command` with the arguments as that task."""
+        env = {**environ(tf_config(self.cluster, role, index)), **self.env}
+        process = Process([*command, *arguments], env, self.folder)
+        self.started.append(process)
+        return process
+
+    def ps(self, index: int = 0, *options: str) -> Process:
+        """Start `pscluster ps`."""
+        return self.start("ps", *options, role="ps", index=index)
+
+    def worker(self, index: int = 0, *options: str) -> Process:
+        """Start `pscluster worker`."""
+        return self.start("worker", *options, role="worker", index=index)
+
+    def script(self, source: str, name: str = "script.py") -> str:
+        """Write a script into the folder; its path."""
+        path = self.folder / name
+        path.write_text(source)
+        return str(path)
+
+    def coordinator(self, source: str, *arguments: str, options: Sequence[str] = ()) -> Process:
+        """Start `pscluster coordinator` with a script of that source."""
+        return self.start("coordinator", *options, self.script(source), *arguments, role="chief")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in reversed(self.started):
+            process.__exit__(kind, error, trace)
+        if error is not None:
+            for process in self.started:
+                print(f"--- {' '.join(process.command)}\n{process.output}")
+
+
+def run(*arguments: str, config: str | None = None, command: Sequence[str] = PSCLUSTER, **env: str) -> tuple[int, str]:
+    """Run a command to its end: exit code and what it wrote to standard error and output."""
+    with Process([*command, *arguments], environ(config, **env)) as process:
+        return process.wait(), process.output
+
+
+_DRIVER = """
+import contextlib, io, json, os, sys
+from pscluster.coordinator.cli import main
+
+done = []
+for arguments, variables in json.load(sys.stdin):
+    for name in ("TF_CONFIG", "PSCLUSTER_TOKEN", "PSCLUSTER_TOKEN_FILE"):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    sys.argv, written, code = ["pscluster", *arguments], io.StringIO(), 0
+    with contextlib.redirect_stderr(written), contextlib.redirect_stdout(written):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    done.append((code, written.getvalue()))
+print(json.dumps(done))
+"""
+
+
+def run_all(cases: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[tuple[int, str]]:
+    """As `run`, for commands that end before they start anything: all of them in one process, which is quicker.
+
+    Args:
+        cases: arguments and environment variables of each.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _DRIVER],
+        env=environ(),
+        input=json.dumps([(list(arguments), dict(variables)) for arguments, variables in cases]),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(code, output) for code, output in json.loads(done.stdout)]
+
+
+@contextmanager
+def listener(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A TCP server that is not pscluster: its address. Each connection is given to `answer` and closed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection, suppress(OSError):
+                    answer(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE)

@@ -1,0 +1,294 @@
+"""How roles end: by a signal, by the end of the job, by the death of who started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.roles.processes import DONE, HELD, JOB, PSCLUSTER, Process, Roles, environ, make_cluster, until
+from tests.roles.wire import Frames, add_to_all, connect
+
+from pscluster.core.frames import CHUNK_BYTES, pack
+from pscluster.v1 import ps_pb2
+
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
+
+
+def ends_in_order(process: Process, reason: str) -> None:
+    """The role says why it stops and that it has stopped, and exits with 0."""
+    assert process.wait() == 0
+    says = [line.split(" INFO ")[1] for line in process.output.splitlines() if " INFO stop" in line]
+    assert says == [f"stopping: {reason}", "stopped"]
+    assert "Traceback" not in process.output
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_idle_roles(number: signal.Signals, tmp_path: Path) -> None:
+    """A worker that waits for its server, a server and an idle worker end in order."""
+    with Roles(make_cluster(), tmp_path) as roles:
+        waiting = roles.worker()
+        waiting.wait_for("waiting for ps 0")
+        waiting.send(number)
+        ends_in_order(waiting, number.name)
+        ps, worker = roles.ps(), roles.worker()
+        ps.wait_for("serving on")
+        worker.wait_for("serving on")
+        for process in (worker, ps):
+            process.send(number)
+            ends_in_order(process, number.name)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_worker_that_runs_a_function(number: signal.Signals, tmp_path: Path) -> None:
+    """The running function ends and counts, what has not started goes to the other worker, and nothing counts twice."""
+    gate = tmp_path / "gate"
+    with Roles(make_cluster(workers=2), tmp_path) as roles:
+        roles.ps()
+        workers = [roles.worker(0), roles.worker(1)]
+        coordinator = roles.coordinator(HELD, str(gate))
+        for worker in workers:
+            worker.wait_for("running on worker")
+        workers[0].send(number)
+        workers[0].wait_for(f"stopping: {number.name}")
+        assert workers[0].is_running, "its function has not ended"
+        gate.touch()
+        ends_in_order(workers[0], number.name)
+        assert coordinator.wait_for("w is").strip() == "w is [20.0, 20.0, 20.0, 20.0]"
+        assert coordinator.wait() == 0
+        assert workers[0].output.count("running on worker") + workers[1].output.count("running on worker") == 20
+        assert "is gone; its state is kept" not in workers[0].output, "it is the worker that goes"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_coordinator_that_waits(number: signal.Signals, tmp_path: Path) -> None:
+    """A coordinator that waits for tasks ends with 0 and says that its script did not end by itself."""
+    with Roles(make_cluster(), tmp_path) as roles:
+        coordinator = roles.coordinator(JOB)
+        coordinator.wait_for("waiting for")
+        coordinator.send(number)
+        assert coordinator.wait() == 0
+        assert coordinator.output.splitlines()[-1].endswith(f"stopped by {number.name} before the script had ended")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_coordinator_in_join(number: signal.Signals, tmp_path: Path) -> None:
+    """A coordinator in join() ends the job in order: the roles are told, and serve the next coordinator."""
+    gate = tmp_path / "gate"
+    with Roles(make_cluster(), tmp_path) as roles:
+        ps, worker = roles.ps(), roles.worker()
+        coordinator = roles.coordinator(HELD, str(gate))
+        coordinator.wait_for("joining")
+        worker.wait_for("running on worker 0")
+        coordinator.send(number)
+        assert coordinator.wait() == 0
+        assert f"stopped by {number.name} before the script had ended" in coordinator.output
+        assert "Traceback" not in coordinator.output
+        for process in (ps, worker):
+            process.wait_for(f"the job is over: the coordinator was stopped by {number.name}")
+        gate.touch()  # for the function of the old job, which holds the worker
+        after = roles.coordinator(JOB)
+        after.wait_for(DONE)
+        assert after.wait() == 0
+
+
+def test_script_that_handles_the_signal(tmp_path: Path) -> None:
+    """A script sees SIGTERM as a KeyboardInterrupt, and may end in its own way and with its own code."""
+    source = HELD.replace(
+        "coordinator.join()",
+        "try:\n"
+        "    coordinator.join()\n"
+        "except KeyboardInterrupt:\n"
+        "    print('saved', w.numpy().tolist(), flush=True)\n"
+        "    sys.exit(5)",
+    )
+    with Roles(make_cluster(), tmp_path) as roles:
+        roles.ps()
+        worker = roles.worker()
+        coordinator = roles.coordinator(source, str(tmp_path / "gate"))
+        worker.wait_for("running on worker 0")
+        coordinator.wait_for("joining")
+        coordinator.send(signal.SIGTERM)
+        assert coordinator.wait() == 5
+        assert "saved [0.0, 0.0, 0.0, 0.0]" in coordinator.output
+        worker.wait_for("the job is over: the coordinator's script ended with code 5")
+
+
+def test_grace(tmp_path: Path) -> None:
+    """A function that runs on when the grace is over is given back, and the worker says so and ends with 0."""
+    gate = tmp_path / "gate"
+    with Roles(make_cluster(workers=2), tmp_path) as roles:
+        roles.ps()
+        workers = [roles.worker(0, "--grace", "0.2"), roles.worker(1)]
+        coordinator = roles.coordinator(HELD, str(gate))
+        for worker in workers:
+            worker.wait_for("running on worker")
+        workers[0].send(signal.SIGTERM)
+        workers[0].wait_for("a function still ran after 0.2 s; it is given back unfinished")
+        ends_in_order(workers[0], "SIGTERM")
+        gate.touch()
+        assert coordinator.wait_for("w is").strip() == "w is [20.0, 20.0, 20.0, 20.0]"
+        assert coordinator.wait() == 0
+        assert workers[1].output.count("running on worker") == 20
+
+
+def test_second_signal(tmp_path: Path) -> None:
+    """Who has no patience for the running function sends a second signal: the worker ends at once, with 128 + n."""
+    with Roles(make_cluster(), tmp_path) as roles:
+        roles.ps()
+        worker = roles.worker()
+        roles.coordinator(HELD, str(tmp_path / "gate"))
+        worker.wait_for("running on worker")
+        worker.send(signal.SIGTERM)
+        worker.wait_for("stopping: SIGTERM")
+        worker.send(signal.SIGINT)
+        assert worker.wait() == 128 + signal.SIGINT
+
+
+def test_server_with_a_request_under_way(tmp_path: Path) -> None:
+    """A server that is asked to stop takes the rest of an update that is under way, applies it and acknowledges it."""
+    values = np.ones((CHUNK_BYTES // 8, 4), np.float32)  # two frames
+    data = values.tobytes()
+    cluster = make_cluster()
+    with Roles(cluster, tmp_path) as roles, connect(cluster["ps"][0]) as connection:
+        ps = roles.ps()
+        connection.attach()
+        connection.create(len(values))
+        frames, head = Frames(), add_to_all(values, sequence=1)
+        reply = connection.ps.push.future(iter(frames))
+        frames.give(pack(head, [data[:CHUNK_BYTES]]))
+        assert connection.read(len(values)).sum() == values.size, "nothing is applied before the last frame"
+        ps.send(signal.SIGTERM)
+        ps.wait_for("stopping: SIGTERM")
+        frames.give(pack(ps_pb2.Request(last=True), [data[CHUNK_BYTES:]]))
+        frames.give(None)
+        assert ps_pb2.Reply.FromString(reply.result()).update.applied == 1
+        ends_in_order(ps, "SIGTERM")
+
+
+def test_until_done(tmp_path: Path) -> None:
+    """With --until-done a role exits with 0 when the job is over; without, it serves the next coordinator."""
+    cluster = make_cluster(ps=2, workers=2)
+    with Roles(cluster, tmp_path) as roles:
+        leaving = [roles.ps(0, "--until-done"), roles.worker(0, "--until-done")]
+        staying = [roles.ps(1), roles.worker(1)]
+        assert roles.coordinator(JOB).wait() == 0
+        for process in leaving:
+            ends_in_order(process, "the job is over")
+        roles.ps(0)
+        roles.worker(0)
+        again = roles.coordinator(JOB)
+        again.wait_for(DONE)
+        assert again.wait() == 0
+        for process in staying:
+            process.wait_for("the job is over", count=2)
+            assert process.is_running
+
+
+def test_until_done_when_the_script_fails(tmp_path: Path) -> None:
+    """A job whose script failed is over too."""
+    with Roles(make_cluster(), tmp_path) as roles:
+        others = [roles.ps(0, "--until-done"), roles.worker(0, "--until-done")]
+        source = JOB.replace("coordinator.join()", "raise OSError('no data')")
+        assert roles.coordinator(source).wait() == 1
+        for process in others:
+            process.wait_for("the job is over: the coordinator's script failed: OSError")
+            ends_in_order(process, "the job is over")
+
+
+def test_coordinator_that_is_killed_frees_its_roles(tmp_path: Path) -> None:
+    """Roles whose coordinator was killed take the next one, and do not exit by --until-done meanwhile."""
+    with Roles(make_cluster(), tmp_path) as roles:
+        others = [roles.ps(0, "--until-done"), roles.worker(0, "--until-done")]
+        gate = tmp_path / "gate"
+        first = roles.coordinator(HELD, str(gate))
+        others[1].wait_for("running on worker")
+        first.send(signal.SIGKILL)
+        for process in others:
+            process.wait_for("is gone; its state is kept for now")
+        gate.touch()
+        second = roles.coordinator(JOB)
+        second.wait_for(DONE)
+        assert second.wait() == 0
+        for process in others:
+            ends_in_order(process, "the job is over")
+
+
+@pytest.mark.parametrize("role", ["ps", "worker", "coordinator"])
+def test_exit_with_parent(role: str, tmp_path: Path) -> None:
+    """With --exit-with-parent a role stops in order at the end of its standard input, which is empty here."""
+    with Roles(make_cluster(), tmp_path) as roles:
+        if role == "coordinator":
+            process = roles.coordinator(JOB, options=["--exit-with-parent"])
+            assert process.wait() == 0
+            assert "stopped by SIGTERM before the script had ended" in process.output
+        else:
+            process = roles.start(role, "--exit-with-parent", role=role)
+            ends_in_order(process, "the parent process is gone")
+
+
+def left_over(mark: str) -> list[str]:
+    """The command lines of the living processes whose environment has the mark."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                if mark.encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:  # it has ended, or is not ours
+                continue
+    return found
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_run(number: signal.Signals, tmp_path: Path) -> None:
+    """`pscluster run` that gets a signal ends script and roles, leaves nothing, and exits with 128 + n."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text(HELD)
+    command = [*PSCLUSTER, "run", "--ps", "2", "--workers", "3", str(script), str(tmp_path / "gate")]
+    with Process(command, environ(MARK=mark)) as process:
+        process.wait_for("running on worker")
+        assert len(left_over(mark)) == 7, "run, the script, and the five roles"
+        process.send(number)
+        assert process.wait() == 128 + number
+        assert left_over(mark) == []
+        assert f"stopped by {number.name} before the script had ended" in process.output
+        assert "Traceback" not in process.output
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_run_before_the_script_has_a_cluster(number: signal.Signals, tmp_path: Path) -> None:
+    """A signal while the script has not begun a job ends `pscluster run` as well."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text("import time\nprint('imports', flush=True)\nwhile True:\n    time.sleep(0.05)\n")
+    with Process([*PSCLUSTER, "run", str(script)], environ(MARK=mark)) as process:
+        process.wait_for("imports")
+        process.send(number)
+        assert process.wait() == 128 + number
+        assert left_over(mark) == []
+
+
+def test_run_that_is_killed(tmp_path: Path) -> None:
+    """When `pscluster run` is killed by SIGKILL its roles end by themselves."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text("import time\nprint('imports', flush=True)\nwhile True:\n    time.sleep(0.05)\n")
+    with Process([*PSCLUSTER, "run", "--log-level", "info", str(script)], environ(MARK=mark)) as process:
+        process.wait_for("imports")
+        process.wait_for("worker 0 serving on")
+        process.send(signal.SIGKILL)
+        until(
+            lambda: not any("pscluster.ps" in line or "pscluster.worker" in line for line in left_over(mark)),
+            "the roles have ended",
+        )
+        for line in left_over(mark):
+            assert "script.py" in line
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit() and folder.name != str(os.getpid()):
+                try:
+                    if mark.encode() in (folder / "environ").read_bytes():
+                        os.kill(int(folder.name), signal.SIGKILL)  # the script, which is on its own by now
+                except OSError:
+                    continue

@@ -1,0 +1,320 @@
+"""The cluster token: on every call, from three places, never shown."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.roles.processes import (
+    DONE,
+    IDLE,
+    JOB,
+    PSCLUSTER,
+    Process,
+    Roles,
+    environ,
+    free_addresses,
+    make_cluster,
+    run,
+    run_all,
+    tf_config,
+)
+from tests.roles.wire import SECONDS, SERVICES, Metadata
+
+from pscluster.core.errors import KIND_METADATA
+from pscluster.core.rpc import Method, methods
+
+TOKEN = "correct-horse-battery-staple"
+WRONG: dict[str, Metadata] = {
+    "none": (),
+    "another": (("authorization", f"Bearer {TOKEN[::-1]}"),),
+    "the beginning": (("authorization", f"Bearer {TOKEN[:-1]}"),),
+    "more": (("authorization", f"Bearer {TOKEN}x"),),
+    "another scheme": (("authorization", f"Basic {TOKEN}"),),
+    "no scheme": (("authorization", TOKEN),),
+    "empty": (("authorization", ""),),
+    "in another header": (("x-token", f"Bearer {TOKEN}"),),
+}
+RIGHT: Metadata = (("authorization", f"Bearer {TOKEN}"),)
+
+
+@dataclass
+class Guarded:
+    """A cluster that works, with a token."""
+
+    addresses: dict[str, str]
+    processes: list[Process]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A server, a worker and a coordinator whose script has connected."""
+    folder = tmp_path_factory.mktemp("guarded")
+    cluster = make_cluster()
+    with Roles(cluster, folder, {"PSCLUSTER_TOKEN": TOKEN}) as roles:
+        ps, worker = roles.ps(), roles.worker()
+        coordinator = roles.coordinator(IDLE, str(folder / "gate"))
+        coordinator.wait_for("connected")
+        yield Guarded({job: cluster[job][0] for job in SERVICES}, [ps, worker, coordinator])
+
+
+def call(channel: grpc.Channel, method: Method, metadata: Metadata) -> grpc.RpcError | None:
+    """Call a method with an empty message; how it ended, None if it was answered."""
+    request: object = iter([b""]) if method.client_streaming else b""
+    try:
+        reply = getattr(channel, method.shape)(method.path)(request, metadata=metadata, timeout=SECONDS)
+        if method.server_streaming:
+            next(reply, None)
+            reply.cancel()
+    except grpc.RpcError as error:
+        return error
+    return None
+
+
+ALL_METHODS = [
+    pytest.param(role, method, id=f"{role} {method.path}")
+    for role, services in SERVICES.items()
+    for service in services
+    for method in methods(service)
+]
+
+
+@pytest.mark.parametrize(("role", "method"), ALL_METHODS)
+def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
+    """Each method of each role refuses no and wrong tokens, with a sentence, and takes the right one."""
+    with grpc.insecure_channel(guarded.addresses[role]) as channel:
+        for what, metadata in WRONG.items():
+            error = call(channel, method, metadata)
+            assert error is not None, what
+            assert error.code() == grpc.StatusCode.UNAUTHENTICATED, what
+            details = error.details() or ""
+            kinds = [str(item.value) for item in error.trailing_metadata() or () if item.key == KIND_METADATA]
+            assert "this cluster asks for a token: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE" in details
+            assert kinds == ["authentication"]
+            assert TOKEN not in details
+        error = call(channel, method, RIGHT)
+        assert error is None or error.code() != grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_nothing_was_changed_or_shown(guarded: Guarded) -> None:
+    """After all those calls the cluster works for its coordinator, and no log has the token or a traceback."""
+    code, output = run("status", config=tf_config({k: [v] for k, v in guarded.addresses.items()}, "ps"), **WITH_TOKEN)
+    assert code == 0, output
+    assert output.count("serving") == 2
+    for process in guarded.processes:
+        assert process.is_running
+        assert TOKEN not in process.output
+        assert "Traceback" not in process.output
+        assert TOKEN not in Path(f"/proc/{process.pid}/cmdline").read_text()
+
+
+WITH_TOKEN = {"PSCLUSTER_TOKEN": TOKEN}
+
+
+def test_tools(guarded: Guarded, tmp_path: Path) -> None:
+    """`pscluster health` and `status` need the token, and say so without it."""
+    address = guarded.addresses["ps"]
+    config = tf_config({"ps": [address]}, "ps")
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text(TOKEN + "\n")
+    wrong.write_text("x" * 40)
+    assert run("health", address, **WITH_TOKEN)[0] == 0
+    assert run("health", "--token-file", str(right), address)[0] == 0
+    assert run("status", PSCLUSTER_TOKEN_FILE=str(right), config=config)[0] == 0
+    for options, env in (([], {}), (["--token-file", str(wrong)], {"PSCLUSTER_TOKEN_FILE": str(right)})):
+        code, output = run("health", *options, address, **env)
+        assert code == 1
+        assert output.startswith("this cluster asks for a token: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE")
+    code, output = run("status", config=config)
+    assert code == 1
+    assert "this cluster asks for a token" in output
+
+
+@pytest.mark.parametrize("role", ["worker", "chief"])
+@pytest.mark.parametrize("token", [None, "another-token-entirely"])
+def test_role_with_another_token(role: str, token: str | None, guarded: Guarded, tmp_path: Path) -> None:
+    """A role without the token of the servers is refused at once, in one line, with exit code 1."""
+    cluster = make_cluster()
+    cluster["ps"] = [guarded.addresses["ps"]]
+    (tmp_path / "job.py").write_text(JOB)
+    arguments = ["worker"] if role == "worker" else ["coordinator", str(tmp_path / "job.py")]
+    env = {"PSCLUSTER_TOKEN": token} if token else {}
+    code, output = run(*arguments, config=tf_config(cluster, role), **env)
+    assert code == 1
+    last = output.splitlines()[-1]
+    assert last.startswith("pscluster: this cluster asks for a token: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE")
+    assert "Traceback" not in output
+    assert token is None or token not in output
+
+
+def test_three_places(tmp_path: Path) -> None:
+    """The option goes before PSCLUSTER_TOKEN_FILE, and that before PSCLUSTER_TOKEN: a job with each of them."""
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text(f"  {TOKEN}\n")
+    wrong.write_text("w" * 40)
+    with Roles(make_cluster(), tmp_path) as roles:
+        roles.env = {"PSCLUSTER_TOKEN": "v" * 40, "PSCLUSTER_TOKEN_FILE": str(wrong)}
+        ps = roles.ps(0, "--token-file", str(right))
+        roles.env = {"PSCLUSTER_TOKEN": "v" * 40, "PSCLUSTER_TOKEN_FILE": str(right)}
+        worker = roles.worker()
+        roles.env = {"PSCLUSTER_TOKEN": TOKEN}
+        coordinator = roles.coordinator(JOB)
+        coordinator.wait_for(DONE)
+        assert coordinator.wait() == 0
+        for process in (ps, worker, coordinator):
+            assert TOKEN not in process.output
+
+
+def test_create_token_race(tmp_path: Path) -> None:
+    """Roles that all are to create the token agree on one, which only its owner can read."""
+    path = tmp_path / "token"
+    with Roles(make_cluster(ps=3, workers=2), tmp_path, {"PSCLUSTER_TOKEN_FILE": str(path)}) as roles:
+        started = [roles.ps(i, "--create-token") for i in range(3)] + [
+            roles.worker(i, "--create-token") for i in (0, 1)
+        ]
+        coordinator = roles.coordinator(JOB, options=["--create-token"])
+        coordinator.wait_for(DONE)
+        assert coordinator.wait() == 0
+        token = path.read_text().strip()
+        assert len(token) >= 32
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["script.py", "token"], "no draft is left"
+        for process in [*started, coordinator]:
+            assert token not in process.output
+            assert token not in " ".join(process.command)
+
+
+def test_token_command(tmp_path: Path) -> None:
+    """`pscluster token` prints another token each time; with --file it makes the file once, for its owner only."""
+    first, second = run("token")[1], run("token")[1]
+    assert first != second
+    assert len(first.strip()) >= 32
+    path = tmp_path / "token"
+    assert run("token", "--file", str(path)) == (0, "")
+    token = path.read_text()
+    assert run("token", "--file", str(path)) == (0, "")
+    assert path.read_text() == token
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    code, output = run("token", "--file", str(tmp_path / "no" / "token"))
+    assert code == 2
+    assert output.startswith(f"pscluster: can't create the token file {tmp_path}/no/token: No such file or directory")
+
+
+def test_create_token_needs_a_name() -> None:
+    """--create-token without a file to create is a mistake of the command line."""
+    code, output = run("ps", "--create-token", config=tf_config(make_cluster(), "ps"))
+    assert code == 2
+    assert output == "pscluster: --create-token needs --token-file or PSCLUSTER_TOKEN_FILE to name the file\n"
+
+
+@pytest.mark.parametrize("command", ["ps", "worker", "coordinator", "health"])
+def test_unusable_tokens(command: str, tmp_path: Path) -> None:
+    """A token that is too short, not ASCII, or in a file that can't be read is refused, and not shown."""
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "short").write_text("secret-secret")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "latin").write_bytes("schlüssel-schlüssel-schlüssel".encode("latin-1"))
+    role = {"coordinator": "chief", "health": "ps"}.get(command, command)
+    rest = {"coordinator": [str(tmp_path / "job.py")], "health": ["127.0.0.1:2222"]}.get(command, [])
+    config = tf_config(make_cluster(), role)
+    unusable = "usable characters; it needs at least 16"
+    cases = [
+        ({"PSCLUSTER_TOKEN": "secret-secret"}, f"the cluster token in PSCLUSTER_TOKEN has 13 {unusable}"),
+        ({"PSCLUSTER_TOKEN_FILE": str(tmp_path / "none")}, f"can't read the token file {tmp_path}/none: No such file"),
+    ]
+    if command == "ps":  # one function reads it for all
+        cases += [
+            ({"PSCLUSTER_TOKEN": ""}, f"the cluster token in PSCLUSTER_TOKEN has 0 {unusable}"),
+            ({"PSCLUSTER_TOKEN_FILE": str(tmp_path / "short")}, f"the cluster token in {tmp_path}/short has 13 usable"),
+            ({"PSCLUSTER_TOKEN_FILE": str(tmp_path / "empty")}, f"the cluster token in {tmp_path}/empty has 0 usable"),
+            ({"PSCLUSTER_TOKEN_FILE": str(tmp_path / "latin")}, f"can't read the token file {tmp_path}/latin: it is"),
+            ({"PSCLUSTER_TOKEN_FILE": str(tmp_path)}, f"can't read the token file {tmp_path}: Is a directory"),
+        ]
+    results = run_all([([command, *rest], {"TF_CONFIG": config, **env}) for env, _ in cases])
+    for (code, output), (_, sentence) in zip(results, cases, strict=True):
+        assert code == 2
+        assert output.startswith(f"pscluster: {sentence}")
+        assert len(output.splitlines()) == 1
+        assert "secret" not in output
+        assert "`pscluster token" in output, "it says how to make one"
+
+
+@pytest.mark.parametrize("role", ["ps", "worker", "chief"])
+def test_off_loopback_without_a_token(role: str, tmp_path: Path) -> None:
+    """A role that would listen where others reach it refuses to start without a token: exit code 2, one sentence."""
+    (tmp_path / "job.py").write_text(JOB)
+    command = "coordinator" if role == "chief" else role
+    script = [str(tmp_path / "job.py")] if role == "chief" else []
+    cluster = make_cluster()
+    far = {**cluster, role: ["role.example.com:2222"]}
+    cases = [
+        (["--bind", "0.0.0.0:2222"], cluster, "0.0.0.0:2222"),
+        (["--bind", "[::]:2222"], cluster, "[::]:2222"),
+        ([], far, "0.0.0.0:2222"),
+    ]
+    cases = cases if role != "chief" else cases[2:]
+    if role == "chief":  # found by the script, which makes the strategy
+        results = [run(command, *script, config=tf_config(far, role))]
+    else:
+        results = run_all([([command, *options], {"TF_CONFIG": tf_config(spec, role)}) for options, spec, _ in cases])
+    for (code, output), (_, _, where) in zip(results, cases, strict=True):
+        assert code == 2, output
+        assert output.startswith(f"pscluster: refusing to listen on {where} without a cluster token")
+        assert all(word in output for word in ("PSCLUSTER_TOKEN_FILE", "`pscluster token --file PATH`", "--insecure"))
+        assert len(output.splitlines()) == 1
+
+
+def test_insecure(tmp_path: Path) -> None:
+    """With --insecure it starts, and warns in its log; here 127.0.0.1 plays the address that others reach."""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "import sys\n"
+        "from pscluster.core import serving\n"
+        "serving.is_loopback = lambda host: False\n"
+        "from pscluster.ps.main import main\n"
+        "main()\n"
+    )
+    (address,) = free_addresses(1)
+    with Roles({"ps": ["ps0.example.com:2222"]}, tmp_path) as roles:
+        python = (sys.executable,)
+        refused = roles.start(str(launcher), "--bind", address, role="ps", command=python)
+        assert refused.wait() == 2
+        started = roles.start(str(launcher), "--bind", address, "--insecure", role="ps", command=python)
+        line = started.wait_for("without a token")
+        assert f"ps/0 WARNING listening on {address} without a token (--insecure)" in line
+        started.wait_for("serving on")
+        assert run("health", address)[0] == 0
+
+
+def test_bind_elsewhere_with_a_token(tmp_path: Path) -> None:
+    """--bind goes before the address of TF_CONFIG, which may be a name that others resolve."""
+    (address,) = free_addresses(1)
+    with Roles({"ps": ["ps0.example.com:2222"]}, tmp_path, WITH_TOKEN) as roles:
+        roles.ps(0, "--bind", address).wait_for(f"serving on {address}")
+
+
+def test_run_keeps_its_token_to_itself(tmp_path: Path) -> None:
+    """`pscluster run` makes a token that is in no command line and no output."""
+    (tmp_path / "idle.py").write_text(IDLE.replace('print("connected"', 'import os; print("connected", os.getpid()'))
+    gate = tmp_path / "gate"
+    command = [*PSCLUSTER, "run", "--log-level", "debug", str(tmp_path / "idle.py"), str(gate)]
+    with Process(command, environ()) as process:
+        pid = process.wait_for("connected").split()[-1]
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        (token,) = [item.partition(b"=")[2] for item in variables if item.startswith(b"PSCLUSTER_TOKEN=")]
+        assert len(token) >= 32
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit() and folder.name != str(os.getpid()):
+                try:
+                    assert token not in (folder / "cmdline").read_bytes()
+                except FileNotFoundError:
+                    continue
+        gate.touch()
+        assert process.wait() == 0
+        assert token.decode() not in process.output

@@ -1,0 +1,113 @@
+"""A coordinator of the tests' own, which speaks the wire format without our clients' manners."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health_pb2
+
+from pscluster.core.channels import NODE_SERVICE
+from pscluster.core.frames import pack, unpack
+from pscluster.core.identity import VERSION
+from pscluster.core.rpc import Stub
+from pscluster.ps.service import SERVICE as PS_SERVICE
+from pscluster.v1 import node_pb2, ps_pb2
+from pscluster.worker.service import SERVICE as WORKER_SERVICE
+
+HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
+SERVICES: dict[str, tuple[ServiceDescriptor, ...]] = {
+    "ps": (NODE_SERVICE, PS_SERVICE, HEALTH_SERVICE),
+    "worker": (NODE_SERVICE, WORKER_SERVICE, HEALTH_SERVICE),
+    "chief": (NODE_SERVICE, HEALTH_SERVICE),
+}
+SECONDS = 60.0
+JOB = 0x5EED
+VARIABLE, OPTIMIZER = 1, 2
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+class Connection:
+    """One role, seen from the wire."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self.node = Stub(self.channel, NODE_SERVICE)
+        self.ps = Stub(self.channel, PS_SERVICE)
+        self.worker = Stub(self.channel, WORKER_SERVICE)
+
+    def attach(self, job: int = JOB) -> Any:
+        """Take the role for a job: the stream that holds it, whose first event has come."""
+        identity = node_pb2.Identity(version=VERSION, role="chief", incarnation=1, name="a test")
+        request = node_pb2.AttachRequest(coordinator=identity, job=job, num_workers=1)
+        stream = self.node.attach(request, wait_for_ready=True)
+        next(stream)
+        return stream
+
+    def create(self, rows: int, job: int = JOB) -> None:
+        """Make the variable "w", float32 [rows, 4], all of it here and all ones, and an optimizer."""
+        values = np.ones((rows, 4), np.float32)
+        spec = ps_pb2.VariableSpec(
+            id=VARIABLE,
+            name="w",
+            dtype="float32",
+            shape=values.shape,
+            splits=[ps_pb2.AxisSplit(ends=[rows]), ps_pb2.AxisSplit(ends=[4])],
+            owners=[0],
+            trainable=True,
+        )
+        head = ps_pb2.Request(create=ps_pb2.CreateRequest(job=job, variable=spec), total_bytes=values.nbytes, last=True)
+        self.ps.push(iter([pack(head, [values.tobytes()])]), timeout=SECONDS)
+        optimizer = ps_pb2.OptimizerSpec(id=OPTIMIZER, name="sgd", rule="sgd", numbers={"learning_rate": 0.1})
+        head = ps_pb2.Request(create=ps_pb2.CreateRequest(job=job, optimizer=optimizer), last=True)
+        self.ps.push(iter([pack(head)]), timeout=SECONDS)
+
+    def read(self, rows: int, job: int = JOB) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The variable's values."""
+        item = ps_pb2.ReadItem(variable=VARIABLE, shard=0, rows=ps_pb2.Rows(all=True))
+        request = ps_pb2.Request(read=ps_pb2.ReadRequest(job=job, items=[item]), last=True)
+        parts = [bytes(unpack(data, ps_pb2.Reply)[1]) for data in self.ps.pull(pack(request), timeout=SECONDS)]
+        return np.frombuffer(b"".join(parts), np.float32).reshape(rows, 4)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.channel.close()
+
+
+@contextmanager
+def connect(address: str) -> Iterator[Connection]:
+    """A connection to the role at that address."""
+    connection = Connection(address)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def add_to_all(values: np.ndarray[Any, np.dtype[np.float32]], sequence: int, job: int = JOB) -> ps_pb2.Request:
+    """The head of an update that adds to the whole variable."""
+    item = ps_pb2.UpdateItem(
+        variable=VARIABLE, shard=0, kind=ps_pb2.ADD, rows=ps_pb2.Rows(all=True), nth=1, value_bytes=values.nbytes
+    )
+    update = ps_pb2.UpdateRequest(job=job, incarnation=1, sequence=sequence, items=[item])
+    return ps_pb2.Request(update=update, total_bytes=values.nbytes)
+
+
+class Frames:
+    """The frames of a client stream, given one by one."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def give(self, data: bytes | None) -> None:
+        """The next frame; None ends the stream."""
+        self._queue.put(data)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._queue.get, None)
