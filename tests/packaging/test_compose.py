@@ -1,0 +1,104 @@
+"""compose.yaml, read as text and, where there is a Docker engine, brought up for real."""
+
+import json
+import re
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ROLES = ["ps-0", "ps-1", "worker-0", "worker-1", "worker-2", "coordinator"]
+
+
+def test_each_role_has_its_own_task() -> None:
+    """The six TF_CONFIG agree about the cluster, and each names the task at its own service's address."""
+    text = (ROOT / "compose.yaml").read_text()
+    services = re.findall(r"^  ([\w-]+):\n(?:    .*\n)+?      TF_CONFIG: >-\n((?: {8}.*\n)+)", text, re.MULTILINE)
+    configs = {name: json.loads(config) for name, config in services}
+    assert sorted(configs) == sorted(ROLES)
+    for name, config in configs.items():
+        assert config["cluster"] == configs["coordinator"]["cluster"]
+        address = config["cluster"][config["task"]["type"]][config["task"]["index"]]
+        assert address == f"{name}:2222"
+
+
+def reason_to_skip() -> str | None:
+    """Why `docker compose` cannot be used here, or None."""
+    for command in (["docker", "info"], ["docker", "compose", "version"]):
+        shown = f"`{' '.join(command)}`"
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        except FileNotFoundError:
+            return "docker is not installed"
+        except subprocess.TimeoutExpired:
+            return f"{shown} did not answer within 30 s"
+        if done.returncode != 0:
+            said = " ".join((done.stderr or done.stdout).split())
+            return f"{shown} failed: {said or f'exit code {done.returncode}'}"
+    return None
+
+
+@pytest.fixture
+def project() -> Iterator[str]:
+    """The name of a compose project of which nothing is left afterwards."""
+    if reason := reason_to_skip():
+        pytest.skip(f"no Docker engine with compose: {reason}")
+    name = f"pscluster-test-{uuid.uuid4().hex[:8]}"
+    try:
+        yield name
+    finally:
+        compose(name, "down", "-v", "--remove-orphans", timeout=90)
+
+
+def compose(project: str, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run `docker compose`; returns exit code and output. A run cut short shows its output too."""
+    command = ["docker", "compose", "-p", project, *arguments]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            pytest.fail(f"{' '.join(command)} did not end within {timeout:.0f} s:\n{output}")
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+@pytest.mark.compose
+@pytest.mark.timeout(900)  # the first build fetches the base image and the dependencies
+def test_compose_trains_the_digits_and_ends(project: str) -> None:
+    """`docker compose up` builds the image, trains the example and ends by itself, each role with code 0."""
+    up = compose(project, "up", "--build", "--exit-code-from", "coordinator", timeout=720)
+    assert up.returncode == 0, up.stdout
+    found = re.search(r"test accuracy (\d\.\d+)", up.stdout)
+    assert found is not None, up.stdout
+    assert float(found[1]) >= 0.96
+
+    label = f"label=com.docker.compose.project={project}"
+    listed = subprocess.run(
+        [
+            "docker",
+            "ps",
+            "--all",
+            "--filter",
+            label,
+            "--format",
+            '{{.Label "com.docker.compose.service"}} {{.Status}}',
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    states = dict(line.split(" ", 1) for line in listed.stdout.splitlines())
+    assert sorted(states) == sorted(ROLES)
+    assert all(state.startswith("Exited (0)") for state in states.values()), f"{states}\n{up.stdout}"

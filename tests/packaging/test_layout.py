@@ -1,0 +1,48 @@
+"""One import name in five source roots: what keeps them from hiding each other."""
+
+import importlib
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PORTIONS = {
+    "proto": "pscluster.v1",
+    "core": "pscluster.core",
+    "ps": "pscluster.ps",
+    "worker": "pscluster.worker",
+    "coordinator": "pscluster.coordinator",
+}
+
+
+@pytest.mark.parametrize("root", PORTIONS)
+def test_no_root_hides_the_others(root: str) -> None:
+    """A `pscluster/__init__.py` in one root would hide the other four, and mypy would not say so."""
+    assert not (ROOT / root / "pscluster" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(("root", "name"), PORTIONS.items())
+def test_each_portion_is_typed(root: str, name: str) -> None:
+    """Each portion has its own py.typed: type checkers look for it in the portion, not in the namespace."""
+    assert ROOT.joinpath(root, *name.split("."), "py.typed").is_file()
+
+
+@pytest.mark.parametrize(("root", "name"), PORTIONS.items())
+def test_each_portion_is_alone_in_its_root(root: str, name: str) -> None:
+    """A root holds one portion, so that the folder of a module tells the direction of its imports."""
+    folders = {path.name for path in (ROOT / root / "pscluster").iterdir() if path.name != "__pycache__"}
+    assert folders == {name.removeprefix("pscluster.")}
+
+
+def test_build_knows_every_root() -> None:
+    """The wheel and the editable install list the five roots and no other."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert set(settings["packages"]) == {f"{root}/pscluster" for root in PORTIONS}
+    assert set(settings["dev-mode-dirs"]) == set(PORTIONS)
+
+
+@pytest.mark.parametrize("name", PORTIONS.values())
+def test_each_portion_is_imported(name: str) -> None:
+    """Every portion is found under the one import name."""
+    assert importlib.import_module(name).__name__ == name
