@@ -1,0 +1,224 @@
+"""What must not grow: our own costs by number of workers, of queued functions, of clients, by size of table.
+
+Each question starts a cluster of its own, in its shape, and ends it. Asked in a fresh process every time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from driver import THREADS, Handlers, serve, timed
+
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    FixedShardsPartitioner,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+)
+
+MIB = 1 << 20
+QUEUE_SECONDS = 240.0  # bounds the functions that hold the workers while the queue fills
+
+
+def memory(pid: int | str, field: str) -> int:
+    """Bytes of resident memory now (VmRSS), or at most so far (VmHWM)."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) << 10 if found else 0
+
+
+@contextlib.contextmanager
+def cluster_of(
+    num_ps: int, num_workers: int, **options: Any
+) -> Iterator[tuple[LocalCluster, ParameterServerStrategy, ClusterCoordinator]]:
+    """A cluster and its coordinator."""
+    with (
+        LocalCluster(num_ps, num_workers, env=THREADS, log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster, FixedShardsPartitioner(num_ps)) as strategy,
+    ):
+        yield cluster, strategy, ClusterCoordinator(strategy, **options)
+
+
+def _nothing() -> None:
+    pass
+
+
+def dispatch(workers: int, n: int) -> dict[str, float]:
+    """CPU of the coordinator's process for one empty function, and functions a second."""
+    with cluster_of(1, workers) as (_, _, coordinator):
+
+        def work() -> None:
+            for _ in range(n):
+                coordinator.schedule(_nothing)
+            coordinator.join()
+
+        for _ in range(2):
+            work()
+        begin = time.process_time()
+        seconds = timed(work)
+        return {"cpu": (time.process_time() - begin) / n, "rate": n / seconds}
+
+
+def queue(n: int) -> dict[str, float]:
+    """CPU and memory of one of so many functions that wait at the same time."""
+    with cluster_of(1, 2, max_queued=n + 10) as (_, _, coordinator), tempfile.TemporaryDirectory() as directory:
+        for _ in range(2000):
+            coordinator.schedule(_nothing)
+        coordinator.join()
+        gate = os.path.join(directory, "open")
+
+        def hold(path: str, seconds: float) -> None:
+            until = time.monotonic() + seconds
+            while not os.path.exists(path) and time.monotonic() < until:
+                time.sleep(0.02)
+
+        for _ in range(4):
+            coordinator.schedule(hold, args=(gate, QUEUE_SECONDS))
+        time.sleep(0.3)
+        gc.collect()
+        before, begin = memory("self", "VmRSS"), time.process_time()
+        for _ in range(n):
+            coordinator.schedule(_nothing)
+        bytes_each = (memory("self", "VmRSS") - before) / n
+        Path(gate).touch()
+        coordinator.join()
+        return {"cpu": (time.process_time() - begin) / n, "bytes": bytes_each}
+
+
+def server_memory(mib: int, seconds: float) -> dict[str, float]:
+    """Resident memory of a server whose variable is read and updated by two workers all the time."""
+    with cluster_of(1, 2) as (cluster, strategy, coordinator):
+        pid = cluster.pids["ps", 0]
+        empty = memory(pid, "VmRSS")
+        with strategy.scope():
+            variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
+        created = memory(pid, "VmRSS")
+        delta = coordinator.create_per_worker_dataset(lambda: iter_ones((mib << 10, 256)))
+
+        def load(iterator: Any, until: float) -> int:
+            count, ones = 0, next(iterator)
+            while time.monotonic() < until:
+                strategy.read([variable])
+                variable.assign_add(ones)
+                count += 1
+            return count
+
+        highest, stop = [created], threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(0.005):
+                highest[0] = max(highest[0], memory(pid, "VmRSS"))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            iterator, until = iter(delta), time.monotonic() + seconds
+            counts = [coordinator.schedule(load, args=(iterator, until)) for _ in range(2)]
+            coordinator.join()
+        finally:
+            stop.set()
+            watcher.join()
+        size = mib * MIB
+        return {
+            "constant": empty,
+            "created": (created - empty) / size,
+            "load": (highest[0] - empty) / size,
+            "rounds": sum(coordinator.fetch(counts)),
+        }
+
+
+def iter_ones(shape: tuple[int, ...]) -> Iterator[Any]:
+    """The same array again and again."""
+    ones = np.ones(shape, np.float32)
+    while True:
+        yield ones
+
+
+def client_memory(mib: int, push: bool) -> float:
+    """Peak of a fresh worker's memory over what it had, in tensors, while it reads or assigns one."""
+    with cluster_of(1, 1) as (_, strategy, coordinator):
+        with strategy.scope():
+            variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
+            small = Variable(np.zeros((1 << 10, 256), np.float32))
+
+        def client() -> float:
+            def resident(field: str) -> int:
+                lines = Path("/proc/self/status").read_text().splitlines()
+                return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+            value = np.ones((mib << 10, 256), np.float32) if push else None
+            strategy.read([small])  # connected, imported
+            small.assign_add(1)
+            before = resident("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")
+            if push:
+                variable.assign(value)
+                return (resident("VmHWM") - before) / (mib * MIB)
+            kept = strategy.read([variable])  # the tensor itself is not a copy
+            return (resident("VmHWM") - before - kept[0].nbytes) / (mib * MIB)
+
+        return float(coordinator.schedule(client).fetch(timeout=120))
+
+
+def bandwidth(clients: int, mib: int, n: int) -> float:
+    """Bytes a second that one server sends to so many workers that read one variable at the same time."""
+    with cluster_of(1, clients) as (_, strategy, coordinator):
+        with strategy.scope():
+            variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
+
+        def read(times: int) -> None:
+            for _ in range(times):
+                strategy.read([variable])
+
+        def work(times: int) -> None:
+            for _ in range(clients):
+                coordinator.schedule(read, args=(times,))
+            coordinator.join()
+
+        work(1)
+        each = max(1, n // clients)
+        return each * clients * mib * MIB / timed(lambda: work(each))
+
+
+def lookup(rows: int, ids: int, n: int) -> float:
+    """Seconds of a gather of so many random rows of 16 from a table of so many rows."""
+    with cluster_of(2, 1) as (_, strategy, coordinator):
+        with strategy.scope():
+            table = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(rows, 16))
+
+        def gather() -> float:
+            wanted = [np.random.randint(0, rows, ids) for _ in range(n)]
+            table.gather(wanted[0])
+            begin = time.perf_counter()
+            for each in wanted:
+                table.gather(each)
+            return (time.perf_counter() - begin) / n
+
+        return float(coordinator.schedule(gather).fetch(timeout=120))
+
+
+def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
+    """Nothing to start: each question does."""
+    handlers: list[Callable[..., Any]] = [
+        dispatch,
+        queue,
+        server_memory,
+        client_memory,
+        bandwidth,
+        lookup,
+    ]
+    return {handler.__name__: handler for handler in handlers}, {}
+
+
+if __name__ == "__main__":
+    serve(start)

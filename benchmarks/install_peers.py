@@ -1,0 +1,31 @@
+"""Make the environment of the systems we compare ourselves with: benchmarks/install_peers.py DIRECTORY.
+
+Each is installed by itself, so that one that can't be had here does not keep the others away.
+"""
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+PEERS = ("tensorflow-cpu==2.21.0", "torch==2.13.0", "ray", "distributed")
+
+
+def main() -> int:
+    where = Path(sys.argv[1])
+    python = where / "bin" / "python"
+    if not python.exists():
+        venv.create(where, with_pip=True)
+    missing = []
+    for requirement in PEERS:
+        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement]
+        if subprocess.run(command).returncode:
+            missing.append(requirement)
+    print(f"installed: {', '.join(peer for peer in PEERS if peer not in missing) or 'nothing'}")
+    if missing:
+        print(f"could not be installed, and will be left out: {', '.join(missing)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""What came out, as lines and as a page."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+def shown(value: float) -> str:
+    """Three figures."""
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+@dataclass
+class Figures:
+    """A row: the figures of each side, by round."""
+
+    key: str
+    title: str
+    unit: str
+    figures: dict[str, list[float]]
+    goals: tuple[tuple[tuple[str, ...], float], ...]
+    higher_is_better: bool
+    cpu: dict[str, list[float]]
+    """Seconds of all of a side's processes for one function, by round."""
+
+    def median(self, side: str) -> float | None:
+        """Of the rounds."""
+        values = self.figures.get(side)
+        return statistics.median(values) if values else None
+
+    def cpu_ratio(self, ours: str, peer: str) -> float:
+        """How many times our CPU time the peer takes for one function; 0 where it is too little to tell."""
+        mine, theirs = statistics.median(self.cpu[ours]), statistics.median(self.cpu[peer])
+        return theirs / mine if mine else 0.0
+
+    def comparisons(self, ours: str) -> list[tuple[str, float, float, float, float]]:
+        """For each goal that can be judged: the best peer, our ratio to it, the lowest and highest, the goal."""
+        found = []
+        mine = self.figures.get(ours)
+        for peers, goal in self.goals:
+            there = [peer for peer in peers if self.figures.get(peer)]
+            if not mine or not there:
+                continue
+            medians = {peer: statistics.median(self.figures[peer]) for peer in there}
+            best = (
+                max(medians, key=medians.__getitem__)
+                if self.higher_is_better
+                else min(medians, key=medians.__getitem__)
+            )
+            pairs = list(zip(mine, self.figures[best], strict=False))
+            by_round = [a / b if self.higher_is_better else b / a for a, b in pairs]
+            middle = statistics.median(mine) / medians[best]
+            ratio = middle if self.higher_is_better else 1 / middle
+            found.append((best, ratio, min(by_round), max(by_round), goal))
+        return found
+
+    def line(self, ours: str) -> str:
+        """For the terminal."""
+        sides = ", ".join(f"{name} {shown(statistics.median(v))}" for name, v in self.figures.items() if v)
+        judged = "; ".join(
+            f"{ratio:.2f} x {peer} ({low:.2f}-{high:.2f}; CPU {self.cpu_ratio(ours, peer):.2f}), goal {goal:g}: "
+            f"{'reached' if ratio >= goal else 'MISSED'}"
+            for peer, ratio, low, high, goal in self.comparisons(ours)
+        )
+        return f"{self.title} [{self.unit}]: {sides}. {judged}"
+
+
+@dataclass
+class Cost:
+    """A row of our own costs."""
+
+    title: str
+    goal: str
+    figures: str
+    reached: bool
+
+    def line(self) -> str:
+        """For the terminal."""
+        return f"{self.title}: {self.figures}; goal: {self.goal}: {'reached' if self.reached else 'MISSED'}"
+
+
+@dataclass
+class Report:
+    """All of it."""
+
+    rows: list[Figures] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+HOW = """\
+Every system has two parameter servers, two workers and one coordinator, a process each, that talk over TCP on
+loopback; torch's RPC has no servers, and may use shared memory, as it does by itself. The clusters are warm, and asked
+in turn, round after round: what disturbs one disturbs all. A ratio is that of the medians, above 1 where pscluster is
+ahead (times are compared upside down); in brackets the lowest and highest ratio of a single round. The CPU ratio is the
+CPU time that all processes of the peer took for one function, by ours: on a machine that is busy otherwise it is the
+steadier of the two. Every process does arithmetic on one thread. Nothing is timed before the workers have run it;
+TensorFlow's functions are traced by then.
+
+- **Empty functions**: scheduled, joined, and fetched where they have a result. Ray calls two actors, in the row without
+  a result with `num_returns=0`; torch calls two workers with `rpc_async`.
+- **Dense pull and push**: each function reads, or adds to, a whole variable that is cut in two, one half a server; both
+  workers at once. The bytes that cross loopback are counted, lest a graph optimiser save the transfer.
+- **Sparse rows**: random ids of a table of a million rows; the same optimizer on both sides.
+- **Embedding model**: a million rows of 32, 26 uniform ids and 13 numbers an example, hidden layers of 256 and 128,
+  batches of 512; ours in NumPy, TensorFlow's a traced function with its own gradients and kernels.
+- **One client, one server**: a worker reads or assigns one tensor; beside it a Python socket that sends from, and
+  receives into, warm memory.
+"""
+
+
+def write(report: Report, path: Path, ours: str) -> None:
+    """The page."""
+    facts = report.facts
+    peers = list(dict.fromkeys(name for row in report.rows for name in row.figures if name != ours))
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `make bench`; do not edit it. `make bench-peers` installs the peers that can be installed.",
+        "",
+        f"- Machine: {facts['machine']}",
+        f"- Commit: {facts['commit']}, {facts['date']}",
+        f"- Versions: {', '.join(f'{name} {version}' for name, version in sorted(report.versions.items()))}",
+        f"- Command: `{facts['command']}` ({facts['took']})",
+        *(f"- {note}" for note in report.notes),
+        "",
+        "## Beside the peers",
+        "",
+        f"| work | unit | {ours} | {' | '.join(peers)} | ratio | CPU ratio | goal | |",
+        f"| --- | --- | ---: | {' | '.join('---:' for _ in peers)} | --- | --- | --- | --- |",
+    ]
+    for row in report.rows:
+        medians = {name: row.median(name) for name in (ours, *peers)}
+        cells = [shown(value) if value is not None else "" for value in medians.values()]
+        judged = row.comparisons(ours)
+        ratios = "<br>".join(f"{ratio:.2f} x {peer} ({low:.2f}-{high:.2f})" for peer, ratio, low, high, _ in judged)
+        cpus = "<br>".join(f"{row.cpu_ratio(ours, peer):.2f} x" for peer, *_ in judged)
+        goals = "<br>".join(f"{goal:g} x" for *_, goal in judged)
+        verdicts = "<br>".join("reached" if ratio >= goal else "missed" for _, ratio, _, _, goal in judged)
+        lines.append(f"| {row.title} | {row.unit} | {' | '.join(cells)} | {ratios} | {cpus} | {goals} | {verdicts} |")
+    lines += ["", "## What must not grow", "", "| cost | figures | goal | |", "| --- | --- | --- | --- |"]
+    lines += [f"| {c.title} | {c.figures} | {c.goal} | {'reached' if c.reached else 'missed'} |" for c in report.costs]
+    lines += ["", "## How it is measured", "", HOW]
+    path.write_text("\n".join(lines))

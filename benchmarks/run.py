@@ -1,0 +1,437 @@
+"""The benchmark: pscluster and its peers, in turn, in one call.
+
+    python benchmarks/run.py [--quick] [--only ROW]... [--rounds N] [--out FILE]
+
+Every side keeps a warm cluster of its own: 2 parameter servers, 2 workers, 1 coordinator, a process each, in a
+network of its own that has loopback only. A round asks each side once; a row is as many rounds as `--rounds`
+says, and its ratio is that of the medians. Peers that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import (
+    PEERS,
+    REPO,
+    Side,
+    SideError,
+    adopt_orphans,
+    can_isolate,
+    commit,
+    end_orphans,
+    machine,
+    peers_that_are_there,
+)
+from report import Cost, Figures, Report, write
+
+OURS, TENSORFLOW, RAY, TORCH, DASK = "pscluster", "TensorFlow", "Ray", "torch rpc", "Dask"
+SOCKET = "raw socket"
+TABLE_IDS, BATCH, VARIABLES = 10_000, 512, 500
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. `goals`: a group of peers, and how many times their figure (the best of them) we must reach."""
+
+    key: str
+    title: str
+    unit: str
+    do: str
+    n: dict[str, int]
+    goals: tuple[tuple[tuple[str, ...], float], ...]
+    figure: Callable[[Any, int], float]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    higher_is_better: bool = True
+    pick_optimizer: bool = False
+    slow_to_prepare: bool = False  # left out of the quick run
+    moves: int = 0  # bytes that a function must move, where that is known
+
+    @property
+    def sides(self) -> list[str]:
+        """Who takes part."""
+        return list(self.n)
+
+
+def _rate(per_function: float) -> Callable[[Any, int], float]:
+    return lambda seconds, n: n * per_function / seconds
+
+
+def _quantile(share: float) -> Callable[[Any, int], float]:
+    def figure(times: Any, _: int) -> float:
+        ordered = sorted(times)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1e3
+
+    return figure
+
+
+DISPATCH_GOALS = (((TENSORFLOW,), 20.0), ((RAY, TORCH), 3.0))
+
+
+def _dispatch_rows() -> list[Row]:
+    n = {OURS: 20_000, TENSORFLOW: 1_000, RAY: 4_000, TORCH: 8_000, DASK: 500}
+    few = {OURS: 500, TENSORFLOW: 200, RAY: 500, TORCH: 500, DASK: 50}
+    latency = (((TENSORFLOW,), 6.0),)
+    return [
+        Row("empty", "empty functions", "/s", "empty", n, DISPATCH_GOALS, _rate(1), {"result": False}),
+        Row(
+            "result",
+            "empty functions with a small result",
+            "/s",
+            "empty",
+            n,
+            DISPATCH_GOALS,
+            _rate(1),
+            {"result": True},
+        ),
+        Row("p50", "schedule to fetch, p50", "ms", "latency", few, latency, _quantile(0.5), higher_is_better=False),
+        Row("p99", "schedule to fetch, p99", "ms", "latency", few, latency, _quantile(0.99), higher_is_better=False),
+    ]
+
+
+def _dense_row(do: str, mib: int, n: int) -> Row:
+    return Row(
+        f"{do}-{mib}",
+        f"dense {do}, {mib} MiB",
+        "GiB/s",
+        do,
+        {OURS: n, TENSORFLOW: n},
+        (((TENSORFLOW,), 2.5),),
+        _rate(mib * MIB / GIB),
+        {"mib": mib},
+        slow_to_prepare=mib == 200,
+        moves=mib * MIB,
+    )
+
+
+def _dense_rows() -> list[Row]:
+    return [_dense_row(do, mib, n) for mib, n in ((1, 200), (40, 12), (200, 4)) for do in ("pull", "push")]
+
+
+def _sparse_rows() -> list[Row]:
+    return [
+        Row(
+            "many",
+            f"read {VARIABLES} variables of 4 KiB",
+            "steps/s",
+            "many",
+            {OURS: 40, TENSORFLOW: 20},
+            (((TENSORFLOW,), 10.0),),
+            _rate(1),
+            {"variables": VARIABLES},
+            moves=VARIABLES * 4096,
+        ),
+        Row(
+            "gather",
+            "gather 10 k rows of 64",
+            "M rows/s",
+            "gather",
+            {OURS: 100, TENSORFLOW: 80},
+            (((TENSORFLOW,), 3.0),),
+            _rate(TABLE_IDS / 1e6),
+            {"ids": TABLE_IDS},
+            moves=TABLE_IDS * 64 * 4,
+        ),
+        Row(
+            "update",
+            "gather 10 k rows of 64 and apply {optimizer}",
+            "M rows/s",
+            "gather_update",
+            {OURS: 50, TENSORFLOW: 50},
+            (((TENSORFLOW,), 3.0),),
+            _rate(TABLE_IDS / 1e6),
+            {"ids": TABLE_IDS},
+            pick_optimizer=True,
+            moves=2 * TABLE_IDS * 64 * 4,
+        ),
+        Row(
+            "embedding",
+            "embedding model, a training step with {optimizer}",
+            "examples/s",
+            "embedding",
+            {OURS: 40, TENSORFLOW: 40},
+            (((TENSORFLOW,), 1.5),),
+            _rate(BATCH),
+            {"batch": BATCH},
+            pick_optimizer=True,
+        ),
+    ]
+
+
+def _single_rows() -> list[Row]:
+    rows = []
+    for mib, n in ((64, 6), (400, 2)):
+        for push, goal in ((False, 0.9), (True, 0.75)):
+            rows.append(
+                Row(
+                    f"{'assign' if push else 'read'}-{mib}",
+                    f"one client, one server: {'assign' if push else 'read'} {mib} MiB",
+                    "GiB/s",
+                    "single",
+                    {OURS: n, SOCKET: n},
+                    (((SOCKET,), goal),),
+                    lambda times, _, mib=mib: mib * MIB / GIB / statistics.median(times),
+                    {"mib": mib, "push": push},
+                    slow_to_prepare=mib == 400,
+                    moves=mib * MIB,
+                )
+            )
+    return rows
+
+
+class Bench:
+    """Runs rows, and keeps what came out."""
+
+    def __init__(self, rounds: int, isolated: bool, peers: set[str], quick: bool) -> None:
+        self.rounds = rounds
+        self.quick = quick
+        self.report = Report()
+        self._isolated = isolated
+        self._peers = peers
+
+    def _side(self, name: str, ps: int = 2, workers: int = 2) -> Side | None:
+        """A side that can be started here."""
+        scripts = {
+            TENSORFLOW: ("tensorflow_side.py", "tensorflow"),
+            RAY: ("ray_side.py", "ray"),
+            TORCH: ("torch_rpc_side.py", "torch"),
+            DASK: ("dask_side.py", "distributed"),
+        }
+        if name == OURS:
+            return Side(OURS, "pscluster_side.py", f"--ps={ps}", f"--workers={workers}", isolated=self._isolated)
+        if name == SOCKET:
+            return Side(SOCKET, "socket_side.py", isolated=self._isolated)
+        script, module = scripts[name]
+        if module not in self._peers:
+            return None
+        return Side(name, script, python=PEERS, isolated=self._isolated)
+
+    def group(self, rows: Sequence[Row], ps: int = 2, workers: int = 2) -> None:
+        """Rows on the same clusters; a side is ended after the last row that it takes part in."""
+        rows = [row for row in rows if not (self.quick and row.slow_to_prepare)]
+        if not rows:
+            return
+        names = list(dict.fromkeys(name for row in rows for name in row.sides))
+        with contextlib.ExitStack() as stack:
+            sides: dict[str, Side] = {}
+            for name in names:
+                if self.quick and name == DASK:
+                    continue  # no goal, and slow
+                side = self._side(name, ps, workers)
+                if side is None:
+                    self.report.notes.append(f"{name} is not installed; `make bench-peers` installs it.")
+                else:
+                    sides[name] = stack.enter_context(side)
+            for name, side in list(sides.items()):
+                try:
+                    side.ready()
+                    self.report.versions.update(side.versions)
+                except SideError as error:
+                    self._lose(sides, name, error)
+            for i, row in enumerate(rows):
+                self._row(row, sides)
+                for name in list(sides):
+                    if not any(name in later.sides for later in rows[i + 1 :]):
+                        sides.pop(name).close()
+
+    def _lose(self, sides: dict[str, Side], name: str, error: SideError) -> None:
+        print(f"{name} is left out from here: {error}", file=sys.stderr)
+        self.report.notes.append(f"{name} failed and was left out from there: {str(error).strip().splitlines()[-1]}")
+        sides.pop(name).close()
+
+    def _row(self, row: Row, sides: dict[str, Side]) -> None:
+        arguments, title = dict(row.arguments), row.title
+        mine = {name: side for name, side in sides.items() if name in row.sides}
+        if row.pick_optimizer:
+            known = [side.ask("optimizer_names") for side in mine.values()]
+            arguments["optimizer"] = next(each for each in known[0] if all(each in other for other in known))
+            title = title.format(optimizer=arguments["optimizer"])
+        figures: dict[str, list[float]] = {name: [] for name in mine}
+        cpu: dict[str, list[float]] = {name: [] for name in mine}
+        for number in range(self.rounds + 1):
+            for name, side in list(mine.items()):
+                full = max(2, row.n[name] // 3) if self.quick else row.n[name]
+                n = full if number else min(full, 4)  # the first time does not count
+                before, cpu_before = side.loopback_bytes(), side.cpu_seconds()
+                try:
+                    answer = side.ask(row.do, n=n, **arguments)
+                except SideError as error:
+                    mine.pop(name)
+                    figures.pop(name)
+                    self._lose(sides, name, error)
+                    continue
+                moved = side.loopback_bytes() - before
+                if self._isolated and row.moves and moved < 0.95 * row.moves * n:
+                    raise SystemExit(f"{name}: {title} moved {moved} bytes, not {row.moves} x {n}: it measures nothing")
+                if number:
+                    figures[name].append(row.figure(answer, n))
+                    cpu[name].append((side.cpu_seconds() - cpu_before) / n)
+        done = Figures(row.key, title, row.unit, figures, row.goals, row.higher_is_better, cpu)
+        self.report.rows.append(done)
+        print(done.line(OURS), flush=True)
+
+    def cost(self, title: str, goal: str, do: str, cases: dict[str, dict[str, Any]], show: Any) -> None:
+        """A row of our own costs: each case in a fresh process; the middle one of some rounds where they are cheap."""
+        answers = {}
+        for label, arguments in cases.items():
+            try:
+                with Side("costs", "costs.py", isolated=self._isolated) as side:
+                    side.ready()
+                    answers[label] = side.ask(do, timeout=400, **arguments)
+            except SideError as error:
+                print(f"{title}, {label}: {error}", file=sys.stderr)
+                self.report.notes.append(f"{title}, {label}: failed: {str(error).strip().splitlines()[-1]}")
+        if answers:
+            done = Cost(title, goal, *show(answers))
+            self.report.costs.append(done)
+            print(done.line(), flush=True)
+
+
+def _spread(values: Sequence[float]) -> float:
+    return max(values) / min(values)
+
+
+def _listed(answers: dict[str, float], unit: str, scale: float = 1.0, digits: int = 1) -> str:
+    return ", ".join(f"{label}: {value * scale:,.{digits}f}" for label, value in answers.items()) + f" {unit}"
+
+
+def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
+    """What must not grow."""
+    quick = bench.quick
+
+    def cpu(answers: dict[str, Any]) -> tuple[str, bool]:
+        values = {label: answer["cpu"] for label, answer in answers.items()}
+        return _listed(values, "µs", 1e6), _spread(list(values.values())) <= 1.5
+
+    if wanted("cost-workers"):
+        cases = {
+            str(w): {"workers": w, "n": 5_000 if quick else 20_000} for w in ((1, 4) if quick else (1, 2, 4, 8, 16))
+        }
+        bench.cost("coordinator's CPU a function, by workers", "flat (within 1.5 x)", "dispatch", cases, cpu)
+    if wanted("cost-queue"):
+        sizes = (1_000, 50_000) if quick else (1_000, 10_000, 100_000, 1_000_000)
+        cases = {f"{n:,}": {"n": n} for n in sizes}
+
+        def per_function(answers: dict[str, Any]) -> tuple[str, bool]:
+            shown, flat = cpu(answers)
+            sizes_of = {label: answer["bytes"] for label, answer in answers.items() if label != "1,000"}
+            return f"{shown}; {_listed(sizes_of, 'bytes', digits=0)}", flat and max(sizes_of.values()) < 1024
+
+        bench.cost("CPU and memory of a queued function, by queued", "flat; under 1 KiB", "queue", cases, per_function)
+    if wanted("cost-server"):
+        size = 64 if quick else 256
+
+        def server(answers: dict[str, Any]) -> tuple[str, bool]:
+            (answer,) = answers.values()
+            shown = (
+                f"{answer['load']:.2f} x the variable's {size} MiB under load by 2 workers, {answer['created']:.2f} x "
+                f"once created, above {answer['constant'] / MIB:.0f} MiB when empty"
+            )
+            return shown, answer["load"] <= 1.3
+
+        cases = {"": {"mib": size, "seconds": 2 if quick else 10}}
+        bench.cost("a server's memory", "1.3 x and a stated budget", "server_memory", cases, server)
+    if wanted("cost-client"):
+        size = 64 if quick else 256
+        cases = {
+            "read": {"mib": size, "push": False},
+            "assign": {"mib": size, "push": True},
+        }
+        bench.cost(
+            f"a client's memory beyond a tensor of {size} MiB",
+            "at most one more",
+            "client_memory",
+            cases,
+            lambda answers: (_listed(answers, "x", digits=2), max(answers.values()) <= 1.0),
+        )
+    if wanted("cost-clients"):
+        cases = {
+            str(c): {"clients": c, "mib": 64, "n": 8 if quick else 32} for c in ((1, 4) if quick else (1, 2, 4, 8))
+        }
+        bench.cost(
+            "a server's total bandwidth, by clients",
+            "kept (within 0.8 x of one client's)",
+            "bandwidth",
+            cases,
+            lambda answers: (
+                _listed(answers, "GiB/s", 1 / GIB, 2),
+                min(answers.values()) >= 0.8 * answers.get("1", 0.0),
+            ),
+        )
+    if wanted("cost-lookup"):
+        sizes = (100_000, 1_000_000) if quick else (100_000, 1_000_000, 8_000_000)
+        cases = {f"{rows:,}": {"rows": rows, "ids": TABLE_IDS, "n": 10 if quick else 50} for rows in sizes}
+        bench.cost(
+            "a lookup of 10 k rows of 16, by rows of the table",
+            "follows the rows asked for (within 2 x)",
+            "lookup",
+            cases,
+            lambda answers: (_listed(answers, "ms", 1e3, 2), _spread(list(answers.values())) <= 2.0),
+        )
+
+
+COSTS = ("cost-workers", "cost-queue", "cost-server", "cost-client", "cost-clients", "cost-lookup")
+
+
+def main() -> int:
+    groups = [_dispatch_rows() + _dense_rows() + _sparse_rows(), _single_rows()]
+    keys = [row.key for rows in groups for row in rows] + list(COSTS)
+    parser = argparse.ArgumentParser(description="Measure pscluster beside its peers.")
+    parser.add_argument("--quick", action="store_true", help="less of everything, in two minutes")
+    parser.add_argument("--only", action="append", metavar="ROW", help=f"one of {', '.join(keys)}; may be repeated")
+    parser.add_argument("--rounds", type=int, help="how often each side is asked (default: 7, or 3 with --quick)")
+    parser.add_argument("--out", type=Path, help="default: docs/benchmarks.md for a whole run, else nothing is written")
+    options = parser.parse_args()
+    if unknown := set(options.only or ()) - set(keys):
+        parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(keys)}")
+    rounds = options.rounds or (3 if options.quick else 7)
+    out = options.out or (None if options.quick or options.only else REPO / "docs" / "benchmarks.md")
+
+    def wanted(key: str) -> bool:
+        return not options.only or key in options.only
+
+    begin, measured = time.monotonic(), commit()  # now: the tree may go on while this runs
+    adopt_orphans()
+    isolated = can_isolate()
+    peers = peers_that_are_there(PEERS, ("tensorflow", "ray", "torch", "distributed"))
+    if not isolated and peers & {"tensorflow", "ray"}:
+        # Both listen on all interfaces and run whatever they are sent.
+        peers -= {"tensorflow", "ray"}
+        print("TensorFlow and Ray listen on all interfaces and can't be isolated here: left out", file=sys.stderr)
+    bench = Bench(rounds, isolated, peers, options.quick)
+    if not isolated:
+        bench.report.notes.append("No network of one's own could be made here; so TensorFlow and Ray were left out.")
+    try:
+        bench.group([row for row in groups[0] if wanted(row.key)])
+        bench.group([row for row in groups[1] if wanted(row.key)], ps=1, workers=1)
+        costs(bench, wanted)
+    finally:
+        if left := end_orphans():
+            print(f"had to be killed at the end: {', '.join(left)}", file=sys.stderr)
+    bench.report.facts = {
+        "machine": machine(),
+        "commit": measured,
+        "command": " ".join(["python", "benchmarks/run.py", *(["--quick"] * options.quick), f"--rounds {rounds}"]),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "took": f"{time.monotonic() - begin:.0f} s, {rounds} rounds",
+    }
+    if out is not None:
+        write(bench.report, out, OURS)
+        print(f"wrote {out.name}")
+    print(f"{time.monotonic() - begin:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
