@@ -170,7 +170,10 @@ class Store:
     def check_job(self, job: int) -> None:
         """StaleError if a request is of another job."""
         if job != self.job or not job:
-            raise StaleError("this parameter server works for another job, or for none")
+            raise StaleError(
+                f"ps {self.index} works for another job, or for none: it was restarted and has lost its variables, or "
+                "another coordinator has taken it"
+            )
 
     def expected_bytes(self, request: ps_pb2.CreateRequest) -> int | None:
         """Payload bytes that a create request must bring; None: any. Refuses what can't be created."""
