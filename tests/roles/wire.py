@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -42,13 +42,23 @@ class Connection:
         self.ps = Stub(self.channel, PS_SERVICE)
         self.worker = Stub(self.channel, WORKER_SERVICE)
 
-    def attach(self, job: int = JOB) -> Any:
-        """Take the role for a job: the stream that holds it, whose first event has come."""
+    def attach(self, job: int = JOB) -> tuple[Any, int]:
+        """Take the role for a job: the stream that holds it, and the incarnation that its first event named."""
         identity = node_pb2.Identity(version=VERSION, role="chief", incarnation=1, name="a test")
         request = node_pb2.AttachRequest(coordinator=identity, job=job, num_workers=1)
         stream = self.node.attach(request, wait_for_ready=True)
-        next(stream)
-        return stream
+        return stream, next(stream).incarnation
+
+    @contextmanager
+    def held(self, job: int = JOB) -> Iterator[int]:
+        """Hold the role for a job, which is over at the end of the block: the incarnation to work under."""
+        stream, incarnation = self.attach(job)
+        try:
+            yield incarnation
+        finally:
+            with suppress(grpc.RpcError):
+                self.node.end_job(node_pb2.EndJobRequest(job=job, reason="the test is over"), timeout=SECONDS)
+            stream.cancel()
 
     def create(self, rows: int, job: int = JOB) -> None:
         """Make the variable "w", float32 [rows, 4], all of it here and all ones, and an optimizer."""

@@ -95,7 +95,7 @@ def unpack(data: bytes, message_class: type[M]) -> tuple[M, memoryview]:
                 if length > end - at:
                     raise ProtocolError(f"a frame that declares {length} bytes where {end - at} came")
                 if tag == _PAYLOAD_TAG:
-                    if at + length != end:
+                    if at + length != end or data[start] != _PAYLOAD_TAG:
                         return _unpack_any_order(data, message_class)
                     return message_class.FromString(data[:start]), memoryview(data)[at:]
                 at += length

@@ -29,7 +29,7 @@ def filler(initializer: ps_pb2.Initializer, pickle: memoryview, name: str) -> Fi
     if not initializer.HasField("function"):
         try:
             built_in = from_spec(initializer.name, json.loads(initializer.numbers or "{}"))
-        except (TypeError, ValueError, PsClusterError) as error:
+        except (TypeError, ValueError, RecursionError, PsClusterError) as error:
             raise InvalidUpdateError(f"variable {name!r}: {error}") from None
         return lambda shape, start, out: built_in.generate(shape, out.dtype, start, out)
     function = resolve(initializer.function, pickle, no_handles)

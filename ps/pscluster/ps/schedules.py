@@ -78,6 +78,8 @@ def from_spec(spec: Mapping[str, Any]) -> LearningRateSchedule:
         ValueError: no such schedule or parameter, one without a default is missing, or a value is out of its
             limits.
     """
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"a schedule is an object with a name and parameters, not {spec!r:.40}")
     name = spec.get("name")
     if not isinstance(name, str) or name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}: there are {', '.join(SCHEDULES)}")

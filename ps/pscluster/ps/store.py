@@ -221,7 +221,11 @@ class Store:
         for shard, owner in enumerate(spec.owners):
             if owner != self.index:
                 continue
-            array = arrays[shard] = np.empty(partition.block(shard).shape, dtype)
+            shape = partition.block(shard).shape
+            try:
+                array = arrays[shard] = np.empty(shape, dtype)
+            except (MemoryError, ValueError) as error:  # ValueError: NumPy has no arrays of such a shape
+                raise InvalidUpdateError(f"variable {spec.name!r}, shard {shard}, shape {shape}: {error}") from None
             flat = array.reshape(-1)
             for offset, piece in payload.blocks(at, array.nbytes, dtype.itemsize):
                 low = offset // dtype.itemsize
@@ -244,7 +248,7 @@ class Store:
                 schedule = schedule_from_spec(json.loads(spec.schedule))
                 # The rule is a frozen value; the schedule, which counts from 0, takes the place of its constant rate.
                 object.__setattr__(rule, "learning_rate_at", lambda step: schedule(step - 1))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidUpdateError(f"optimizer {spec.name!r}: {error}") from None
         with self._lock:
             self._optimizers[spec.id] = HeldOptimizer(spec, rule)

@@ -1,0 +1,319 @@
+"""Requests to a parameter server that are almost right: refused in words, with nothing changed and nothing allocated.
+
+The servicer is called as grpc would call it, without a network, so that thousands of requests get their turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any, cast
+
+import grpc
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pscluster.core.errors import PsClusterError
+from pscluster.core.frames import pack, padding, unpack
+from pscluster.ps.service import ParameterServerRole, ParameterServerService
+from pscluster.v1 import node_pb2, ps_pb2
+
+JOB = 77
+NO_CONTEXT = cast("grpc.ServicerContext", None)
+ALLOCATES = 4 << 20
+"""No request here, however large what it declares, needs more."""
+
+SHAPES: dict[int, tuple[str, tuple[int, ...]]] = {
+    1: ("float32", (4, 4)),
+    2: ("int64", ()),
+    3: ("float64", (2, 3, 4)),
+    4: ("float32", (0, 3)),
+    5: ("complex64", (3, 0)),
+    6: ("bool", (5,)),
+    7: ("float16", (3, 2)),
+}
+OPTIMIZERS = {11: "sgd", 12: "adam", 13: "ftrl"}
+HUGE = (2**44, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+class Server:
+    """A server with a few variables and optimizers."""
+
+    def __init__(self) -> None:
+        self.role = ParameterServerRole(0)
+        self.service = ParameterServerService(self.role)
+        self.role.job_began(node_pb2.AttachRequest(job=JOB))
+        for number, (dtype, shape) in SHAPES.items():
+            spec = ps_pb2.VariableSpec(id=number, name=f"v{number}", dtype=dtype, shape=shape, owners=[0])
+            for length in shape:
+                spec.splits.add(ends=[length])
+            array = np.ones(shape, dtype)
+            data = array.tobytes() + bytes(padding(array.nbytes))
+            request = ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec))
+            request.total_bytes, request.last = len(data), True
+            self.push(request, data)
+        for number, rule in OPTIMIZERS.items():
+            create = ps_pb2.CreateRequest(job=JOB)
+            create.optimizer.id, create.optimizer.name, create.optimizer.rule = number, rule, rule
+            self.push(ps_pb2.Request(create=create, last=True), b"")
+
+    def push(self, request: ps_pb2.Request, payload: bytes) -> ps_pb2.Reply:
+        """Send it as one frame of a Push."""
+        return unpack(self.service.push(iter([pack(request, [payload])]), NO_CONTEXT), ps_pb2.Reply)[0]
+
+    def session(self, request: ps_pb2.Request, payload: bytes) -> tuple[ps_pb2.Reply, bytes]:
+        """Send it on a session."""
+        (data,) = self.service.session(iter([pack(request, [payload])]), NO_CONTEXT)
+        reply, answer = unpack(data, ps_pb2.Reply)
+        return reply, bytes(answer)
+
+    def values(self) -> dict[int, bytes]:
+        """What all variables hold."""
+        found = {}
+        for number in SHAPES:
+            item = ps_pb2.ReadItem(variable=number, shard=0, rows=ps_pb2.Rows(all=True))
+            request = ps_pb2.Request(read=ps_pb2.ReadRequest(job=JOB, items=[item]), last=True)
+            reply, found[number] = self.session(request, b"")
+            assert not reply.HasField("refusal"), reply
+        return found
+
+
+counts = st.sampled_from([0, 1, 1, 2, 2, 3, 4, 5]) | st.sampled_from(HUGE)
+numbers = st.sampled_from([*SHAPES, 1, 1, 1, 3, 3, 99, 0, 2**32 - 1])
+row_ids = st.sampled_from([0, 0, 1, 1, 2, 3, 4, 5, -1, 2**31, 2**62, -(2**63)])
+
+
+@st.composite
+def rows(draw: st.DrawFn, number: int) -> ps_pb2.Rows:
+    """Which rows of a variable: often some that it has."""
+    shape = SHAPES.get(number, ("", ()))[1]
+    kind = draw(st.sampled_from(["all", "slices", "slices", "ids", "ids", "ids", "none"]))
+    chosen = ps_pb2.Rows()
+    if kind == "all":
+        chosen.all = True
+    elif kind == "slices":
+        chosen.slices.SetInParent()
+        for axis in range(len(shape) + draw(st.sampled_from([0, 0, 0, 0, 1, -1]))):
+            length = shape[axis] if axis < len(shape) else 2
+            if draw(st.integers(0, 3)):
+                chosen.slices.axes.add(start=0, step=1, count=length)
+            else:
+                step = draw(st.sampled_from([1, -1, 2, 0, 2**62, -(2**63)]))
+                chosen.slices.axes.add(start=draw(counts), step=step, count=draw(counts))
+    elif kind == "ids":
+        chosen.ids = draw(counts)
+        chosen.leading = draw(st.sampled_from([0, 0, 1, 2, 3, 4, 2**32 - 1]))
+    return chosen
+
+
+def row_size(number: int, chosen: ps_pb2.Rows) -> int:
+    """Bytes of the values that the rows select, as far as there are such."""
+    dtype, shape = SHAPES.get(number, ("float32", (4, 4)))
+    itemsize = np.dtype(dtype).itemsize
+    if chosen.WhichOneof("kind") == "all":
+        return math.prod(shape) * itemsize
+    if chosen.WhichOneof("kind") == "slices":
+        return math.prod(axis.count for axis in chosen.slices.axes) * itemsize
+    return chosen.ids * math.prod(shape[max(chosen.leading, 1) :]) * itemsize
+
+
+def segments(draw: st.DrawFn, sizes: list[tuple[str, int]]) -> bytes:
+    """A payload for items of these sizes; what would be too large is left out."""
+    parts = []
+    for kind, size in sizes:
+        if size > 1 << 16:
+            continue
+        if kind == "ids":
+            part = np.array([draw(row_ids) for _ in range(size // 8)], np.int64).tobytes()
+        else:
+            part = draw(st.sampled_from([b"\0", b"\x01", b"\x3f", b"\xff"])) * size
+        parts.append(part + bytes(padding(len(part))))
+    return b"".join(parts)
+
+
+@st.composite
+def reads(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
+    """A read that is almost right."""
+    request, sizes = ps_pb2.Request(), []
+    request.read.job = draw(st.sampled_from([JOB] * 9 + [0, JOB + 1]))
+    for _ in range(draw(st.sampled_from([1, 1, 2, 3, 0]))):
+        number = draw(numbers)
+        chosen = draw(rows(number))
+        request.read.items.add(
+            variable=number,
+            shard=draw(st.sampled_from([0] * 9 + [1, 2**32 - 1])),
+            rows=chosen,
+            optimizer=draw(st.sampled_from([0, *OPTIMIZERS, 99])),
+            slot=draw(st.sampled_from(["", "", "", "m", "v", "momentum", "average", "x"])),
+        )
+        if chosen.WhichOneof("kind") == "ids":
+            sizes.append(("ids", chosen.ids * 8))
+    return finish(draw, request, sizes)
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
+    """An update that is almost right."""
+    request, sizes = ps_pb2.Request(), []
+    update = request.update
+    update.job = draw(st.sampled_from([JOB] * 9 + [0, JOB + 1]))
+    update.incarnation = draw(st.integers(0, 3))
+    update.function = draw(st.integers(0, 3) | st.integers(0, 2**64 - 1))
+    update.sequence = draw(st.integers(0, 2**64 - 1))
+    update.settled = draw(st.sampled_from([0, 0, 0, 1, 2**64 - 1]))
+    for _ in range(draw(st.sampled_from([1, 1, 2, 3, 0]))):
+        number = draw(numbers)
+        chosen = draw(rows(number))
+        scalar = draw(st.sampled_from([False, False, False, True]))
+        itemsize = np.dtype(SHAPES.get(number, ("float32", ()))[0]).itemsize
+        size = itemsize if scalar else row_size(number, chosen)
+        if draw(st.integers(0, 9)) == 0:
+            size = draw(counts)
+        update.items.add(
+            variable=number,
+            shard=draw(st.sampled_from([0] * 9 + [1])),
+            kind=cast("Any", draw(st.integers(1, 8) | st.integers(-1, 12))),
+            rows=chosen,
+            optimizer=draw(st.sampled_from([*OPTIMIZERS, 99])),
+            nth=draw(st.integers(0, 3)),
+            value_bytes=min(size, 2**64 - 1),
+            scalar=scalar,
+        )
+        if chosen.WhichOneof("kind") == "ids":
+            sizes.append(("ids", chosen.ids * 8))
+        sizes.append(("values", size))
+    return finish(draw, request, sizes)
+
+
+lengths = st.sampled_from([0, 1, 2, 3, 4]) | st.sampled_from(HUGE)
+SPECIFICATIONS = [
+    "",
+    "{}",
+    "[]",
+    "null",
+    "1",
+    '"x"',
+    "{",
+    "[" * 5000,
+    '{"seed": 1}',
+    '{"value": NaN}',
+    '{"value": "x"}',
+]
+SCHEDULES = [
+    "",
+    '{"name": "x"}',
+    '{"name": "constant"}',
+    '{"name": "exponential_decay", "decay_steps": 0}',
+    *SPECIFICATIONS,
+]
+
+
+@st.composite
+def creations(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
+    """A variable or an optimizer that is almost right. Its number and name are those of no other."""
+    request = ps_pb2.Request()
+    create = request.create
+    create.job = draw(st.sampled_from([JOB] * 9 + [0]))
+    sizes = []
+    if draw(st.booleans()):
+        shape = draw(st.lists(lengths, max_size=3))
+        spec = create.variable
+        spec.id, spec.name = draw(st.sampled_from([50, 50, 50, 1, 0])), draw(st.sampled_from(["new", "v1", ""]))
+        spec.dtype = draw(st.sampled_from(["float32", "int8", "bool", "bfloat16", "object", "", "S1000000000"]))
+        spec.shape.extend(shape)
+        for length in shape:
+            spec.splits.add(
+                ends=draw(st.sampled_from([[length], [length], [0, length], [length // 2, length], [], [9]]))
+            )
+        shards = math.prod(len(split.ends) for split in spec.splits)
+        spec.owners.extend(
+            [draw(st.sampled_from([0, 0, 1, 2**32 - 1])) for _ in range(draw(st.just(shards) | counts) % 9)]
+        )
+        if draw(st.booleans()):
+            create.initializer.name = draw(st.sampled_from(["zeros", "ones", "constant", "random_uniform", "x", ""]))
+            create.initializer.numbers = draw(st.sampled_from(SPECIFICATIONS))
+        else:
+            sizes.append(("values", math.prod(shape) * 4))
+    else:
+        optimizer = create.optimizer
+        optimizer.id, optimizer.name = draw(st.sampled_from([60, 60, 0])), draw(st.sampled_from(["new", ""]))
+        optimizer.rule = draw(st.sampled_from(["sgd", "adam", "ftrl", "custom", ""]))
+        names = st.sampled_from(["learning_rate", "momentum", "beta_1", "epsilon", "x"])
+        reals = st.sampled_from([0.0, 0.1, 1.0, -1.0, math.inf, math.nan, 1e308])
+        for name in draw(st.lists(names, max_size=3)):
+            optimizer.numbers[name] = draw(reals)
+        for name in draw(st.lists(st.sampled_from(["nesterov", "centered", "x"]), max_size=2)):
+            optimizer.flags[name] = draw(st.booleans())
+        optimizer.schedule = draw(st.sampled_from(SCHEDULES))
+        optimizer.options = draw(st.sampled_from(SPECIFICATIONS))
+        optimizer.ema_momentum = draw(reals)
+    return finish(draw, request, sizes)
+
+
+def finish(draw: st.DrawFn, request: ps_pb2.Request, sizes: list[tuple[str, int]]) -> tuple[ps_pb2.Request, bytes]:
+    """Add the payload, and what a frame says of it, which is mostly right."""
+    payload = segments(draw, sizes)
+    if draw(st.integers(0, 9)) == 0:
+        payload = payload[: draw(st.integers(0, len(payload)))]
+    request.total_bytes, request.last = len(payload), True
+    if draw(st.integers(0, 9)) == 0:
+        request.total_bytes = draw(counts)
+    return request, payload
+
+
+SETTINGS = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@contextlib.contextmanager
+def modest() -> Iterator[None]:
+    """The block allocates little."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+        assert peak < ALLOCATES, f"{peak:,} bytes"
+    finally:
+        tracemalloc.stop()
+
+
+@given(case=reads() | updates() | creations(), pushed=st.booleans())
+@SETTINGS
+def test_almost_right(case: tuple[ps_pb2.Request, bytes], pushed: bool) -> None:
+    """It is answered, or refused with an error of ours; refused, it has changed no variable."""
+    server = Server()
+    request, payload = case
+    before = server.values()
+    refused = True
+    with modest():
+        if request.HasField("read") and pushed:
+            with contextlib.suppress(PsClusterError):
+                data = pack(request, [payload])
+                frames = [unpack(frame, ps_pb2.Reply) for frame in server.service.pull(data, NO_CONTEXT)]
+                assert frames[0][0].total_bytes == sum(len(answer) for _, answer in frames)
+                assert [head.last for head, _ in frames] == [False] * (len(frames) - 1) + [True]
+        elif pushed:
+            with contextlib.suppress(PsClusterError):
+                server.push(request, payload)
+                refused = False
+        else:
+            reply, answer = server.session(request, payload)
+            refused = reply.HasField("refusal")
+            if not refused and request.HasField("read"):
+                assert reply.total_bytes == len(answer)
+            if refused:
+                assert reply.refusal.message
+                assert not answer
+    if refused or request.HasField("create"):
+        assert server.values() == before
+
+
+@given(data=st.binary(max_size=300))
+@SETTINGS
+def test_bytes_on_a_session(data: bytes) -> None:
+    """A session on which something comes that is no request ends with an error of ours."""
+    server = Server()
+    with modest(), contextlib.suppress(PsClusterError):
+        list(server.service.session(iter([data]), NO_CONTEXT))
