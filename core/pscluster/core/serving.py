@@ -25,7 +25,7 @@ from typing import Any
 import click
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pscluster.core.channels import NODE_SERVICE, SERVER_OPTIONS
 from pscluster.core.cluster import Task, TFConfig, is_loopback, split_address
@@ -39,7 +39,6 @@ from pscluster.v1 import node_pb2
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10.0
-_HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _MAX_THREADS = 4096  # one for every open stream; they are made when needed
 
 
@@ -146,13 +145,6 @@ def listen_address(own: str | None, options: RoleOptions) -> str:
     return address
 
 
-class _Health:
-    """The standard health check behind our own handlers, for which bytes that are no message are no traceback."""
-
-    def __init__(self, servicer: health.HealthServicer) -> None:
-        self.check, self.watch = servicer.Check, servicer.Watch
-
-
 class RoleServer:
     """The gRPC server of a role: its own services, the node service and the standard health check."""
 
@@ -166,7 +158,9 @@ class RoleServer:
         on_job_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.node = NodeService(identity, role, on_job_end)
-        self._health = health.HealthServicer()
+        self._health = health.HealthServicer(
+            experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1)
+        )
         interceptors: list[grpc.ServerInterceptor] = [TokenInterceptor(options.token)] if options.token else []
         self._server = grpc.server(
             ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc"),
@@ -176,7 +170,7 @@ class RoleServer:
         self._server.add_generic_rpc_handlers((generic_handler(NODE_SERVICE, self.node),))
         for descriptor, servicer in services.values():
             self._server.add_generic_rpc_handlers((generic_handler(descriptor, servicer),))
-        self._server.add_generic_rpc_handlers((generic_handler(_HEALTH_SERVICE, _Health(self._health)),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = ["", *(descriptor.full_name for descriptor, _ in services.values())]
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.port = _bind(self._server, address)
