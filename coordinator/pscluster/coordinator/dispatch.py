@@ -53,6 +53,9 @@ STEAL_SECONDS = 0.01
 
 FINISH_SECONDS = 0.25
 
+CANCEL_SECONDS = 0.1
+"""After so long a task that goes on is cancelled again."""
+
 LEAVE_SECONDS = 1.0
 """So long one of a worker's two streams, which tell of its outcomes and of its end, may end behind the other."""
 
@@ -261,9 +264,7 @@ class Dispatcher:
         # The roles first, while they still see the coordinator: an ended job is no lost coordinator.
         peers = [*(link.peer for link in self._links), *(server.peer for server in self._servers)]
         await asyncio.gather(*(end_job(peer, self._attach.job, reason, self._metadata) for peer in peers))
-        for job in self._jobs:
-            job.cancel()
-        await asyncio.gather(*self._jobs, return_exceptions=True)
+        await _end(self._jobs)
         await asyncio.gather(*(link.connection.close() for link in self._links if link.connection is not None))
         with self._changed:
             for index, link in enumerate(self._links):
@@ -289,7 +290,7 @@ class Dispatcher:
                 link.built.discard(number)
                 self._in_background(link.connection.release([number]))
 
-    def _in_background(self, work: Any) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:
             with suppress(*LOST_CONNECTION):
                 await work
@@ -297,6 +298,7 @@ class Dispatcher:
         task = self._loop.create_task(quietly())
         self._jobs.append(task)
         task.add_done_callback(self._jobs.remove)
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
 
     # A worker's link
 
@@ -379,9 +381,7 @@ class Dispatcher:
             if writer.done() and not writer.cancelled():
                 writer.result()
         finally:
-            for part in (reader, writer, watcher):
-                part.cancel()
-            await asyncio.gather(reader, writer, watcher, return_exceptions=True)
+            await _end((reader, writer, watcher))
 
     async def _give_up(self, index: int, incarnation: int) -> None:
         """The worker's attachment is over: close its incarnation everywhere, then let others have its tasks."""
@@ -714,6 +714,27 @@ class Dispatcher:
                 untold = IntervalSet()
             except PsClusterError as error:  # a server that is lost is noticed elsewhere
                 logger.debug("not all servers know which functions have ended: %s", error)
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks until they have ended.
+
+    Once is not enough: grpc.aio forgets a cancellation that comes at the moment of a call's reply.
+    """
+    pending, cancelled = set(tasks), None
+    while pending:
+        for task in pending:
+            task.cancel()
+        try:
+            await asyncio.wait(pending, timeout=CANCEL_SECONDS)
+        except asyncio.CancelledError as error:  # of this very call: but first things first
+            cancelled = error
+        for task in [task for task in pending if task.done()]:
+            pending.remove(task)
+            if not task.cancelled():
+                task.exception()  # it has been seen
+    if cancelled is not None:
+        raise cancelled
 
 
 PLACEHOLDER = "remote-value"
