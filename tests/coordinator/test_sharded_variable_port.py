@@ -76,8 +76,8 @@ class TestContainer:
     def test_iteration_is_over_shards(self, strategy: ParameterServerStrategy) -> None:
         """`for part in v` gives the shards in order."""
         v = make(strategy, np.arange(7), 3)
-        assert [shard.index for shard in v] == [0, 1, 2]  # type: ignore[attr-defined]  # a Variable may be whole
-        assert np.concatenate([shard.numpy() for shard in v]).tolist() == list(range(7))  # type: ignore[attr-defined]
+        assert [shard.index for shard in v] == [0, 1, 2]
+        assert np.concatenate([shard.numpy() for shard in v]).tolist() == list(range(7))
 
     def test_shards_know_their_container(self, strategy: ParameterServerStrategy) -> None:
         """A shard leads back to the variable it is of, and says which part it is."""

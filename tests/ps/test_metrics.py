@@ -113,7 +113,7 @@ def test_what_they_are() -> None:
     assert repr(mean) == "<Mean 'described'>"
     unnamed = metrics.Accuracy()
     assert unnamed.name == "accuracy"
-    with pytest.raises(errors.MisuseError, match="'described/total' already"):
+    with pytest.raises(errors.MisuseError, match="'described' already"):
         metrics.Mean("described")
 
 

@@ -41,6 +41,10 @@ def element_bytes(dtype: np.dtype[Any], bytes_per_string: int = 16) -> int:
     return dtype.itemsize
 
 
+MAX_SHARDS = 10_000
+"""Of one variable: each costs a server, and every whole read and update, some work of its own."""
+
+
 class Partitioner(abc.ABC):
     """Base of the partitioners here, and for the user's own."""
 
@@ -178,6 +182,10 @@ def partition_for(
             the variable.
     """
     shape = tuple(shape)
+    if partitioner is not None and not callable(partitioner):
+        raise ConfigurationError(
+            f"variable {name!r}: a partitioner is a function of (shape, dtype), not {partitioner!r:.60}"
+        )
     if partitioner is None or not shape:
         return Partition.whole(shape)
     try:
@@ -218,12 +226,16 @@ def partition_for(
         if count < 1:
             raise wrong(f"in which {count} for axis {axis} is below 1", "Return 1 for an axis that is not to be cut.")
         parts.append(max(1, min(count, length)))
+    if math.prod(parts) > MAX_SHARDS:
+        raise wrong(f"which makes {math.prod(parts)} shards, more than {MAX_SHARDS}", "Cut it into larger shards.")
     return Partition.even(shape, parts)
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not value >= 1:
-        raise ConfigurationError(f"{name} must be positive, but it is {value!r}")
+def _check_positive(name: str, value: object) -> None:
+    """Whole numbers only, but also such as 1e6."""
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not number or not value >= 1 or value % 1:  # type: ignore[operator]
+        raise ConfigurationError(f"{name} must be positive and whole, but it is {value!r}")
 
 
 def _axis(shape: tuple[int, ...], axis: int) -> int:

@@ -15,10 +15,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from rich.markup import escape
 from rich.table import Table
 
 from pscluster.coordinator import loop
@@ -32,7 +33,7 @@ from pscluster.coordinator.settings import process_options
 from pscluster.core.channels import PeerAddress, wait_for_peers
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, validate_for_strategy
 from pscluster.core.definitions import capture
-from pscluster.core.dtypes import converted, dtype_named, is_variable_dtype
+from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
 from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError
 from pscluster.core.geometry import Partition
 from pscluster.core.handles import Handle
@@ -98,7 +99,7 @@ class ParameterServerStrategy(Strategy):
         self._partitioner = variable_partitioner
         self._placer = Placer(spec.num_tasks("ps"), placement)
         self._variables: dict[str, Variable] = {}
-        self._reserved: set[str] = set()
+        self._reserved: set[tuple[str, str]] = set()
         self._optimizers = 0
         self._lock = threading.Lock()
         self._last_id = 0
@@ -223,6 +224,9 @@ class ParameterServerStrategy(Strategy):
         """Within the block new variables are put, whole, on the server of this shard or of the variable's first."""
         if not isinstance(variable, Variable | Shard):
             raise TypeError(f"colocate_vars_with takes a variable or a shard of one, not a {type(variable).__name__}")
+        whole = variable.variable if isinstance(variable, Shard) else variable
+        if whole.client is not self._client:
+            raise MisuseError(f"variable {whole.name!r} is of another strategy: nothing can be put beside it here")
         with self.scope(), colocated_with(variable.owners[0]):
             yield
 
@@ -249,8 +253,7 @@ class ParameterServerStrategy(Strategy):
 
     def create_variable(self, request: VariableRequest) -> tuple[ps_pb2.VariableSpec, PsClient]:
         """For `Variable(...)`: cut it, place it, put its initial value on the servers."""
-        name = self._reserve(request.name, "variable")
-        try:
+        with self.reserving("variable", request.name) as name:
             initial = _initial(request, name)
             shape, dtype = initial.shape, initial.dtype
             beside = colocation()
@@ -279,9 +282,6 @@ class ParameterServerStrategy(Strategy):
                 with self._lock:
                     self._placer.release(partition, dtype, owners)
                 raise
-        except BaseException:
-            self._reserved.discard(name)
-            raise
         self._variables[name] = Variable.of(spec, self._client)
         return spec, self._client
 
@@ -289,31 +289,42 @@ class ParameterServerStrategy(Strategy):
         self,
         spec: ps_pb2.OptimizerSpec,
         forms: Sequence[definition_pb2.Definition],
-        name: str | None,
-        kind: str,
     ) -> tuple[ps_pb2.OptimizerSpec, PsClient]:
-        """For an optimizer's constructor: give it a number and a name, and declare it to the servers."""
-        spec.name = self._reserve(name, kind)
+        """For an optimizer's constructor: give it a number, and declare it to the servers."""
         with self._lock:
             self._last_id += 1
             spec.id = self._last_id
-        try:
-            self._client.create_optimizer(spec, forms)
-        except BaseException:
-            self._reserved.discard(spec.name)
-            raise
+        self._client.create_optimizer(spec, forms)
         return spec, self._client
 
-    def _reserve(self, name: str | None, kind: str) -> str:
+    def delete_variable(self, variable: Variable) -> None:
+        """For what is made of several variables, and failed at a later one: take this one back."""
+        self._variables.pop(variable.name, None)
+        self._client.delete_variable(variable.name)
+        with self._lock:
+            self._placer.release(variable.partition, variable.dtype, list(variable.owners))
+            self._reserved.discard(("variable", variable.name))
+
+    @contextlib.contextmanager
+    def reserving(self, what: str, name: str | None, kind: str | None = None) -> Iterator[str]:
+        """For constructors: the name given, or one made up of the kind; free again if the block raises."""
+        taken = self._reserve(what, name, kind or what)
+        try:
+            yield taken
+        except BaseException:
+            self._reserved.discard((what, taken))
+            raise
+
+    def _reserve(self, what: str, name: str | None, kind: str) -> str:
         with self._lock:
             if name is None:
                 free = (f"{kind}_{number}" if number else kind for number in itertools.count())
-                name = next(candidate for candidate in free if candidate not in self._reserved)
-            elif not isinstance(name, str) or not name or len(name) > 1000:
+                name = next(candidate for candidate in free if (what, candidate) not in self._reserved)
+            elif not isinstance(name, str) or not 0 < len(name) <= 1000 or _has_surrogates(name):
                 raise MisuseError(f"a {kind}'s name must be a string of 1 to 1000 characters, not {name!r:.80}")
-            elif name in self._reserved:
+            elif (what, name) in self._reserved:
                 raise MisuseError(f"there is a {kind} {name!r} already: names are unique in a strategy")
-            self._reserved.add(name)
+            self._reserved.add((what, name))
         return name
 
     def placement(self) -> str:
@@ -324,7 +335,7 @@ class ParameterServerStrategy(Strategy):
             for shard in variable.variables:
                 per_server[shard.device] = per_server.get(shard.device, 0) + shard.nbytes
                 shape = "x".join(map(str, shard.shape)) or "scalar"
-                table.add_row(shard.name, shape, shard.dtype.name, shard.device, f"{shard.nbytes:,}")
+                table.add_row(escape(shard.name), shape, shard.dtype.name, shard.device, f"{shard.nbytes:,}")
         fullest = max(per_server.values(), default=0) or 1
         picture = []
         for index in range(self._client.num_servers):
@@ -369,6 +380,8 @@ def _initial(request: VariableRequest, name: str) -> _Initial:
     initial = request.initial_value
     if initial is None:
         raise MisuseError(f"variable {name!r} needs an initial_value: an array, a number, an initializer or a function")
+    if not isinstance(request.trainable, bool):
+        raise MisuseError(f"variable {name!r}: trainable is {request.trainable!r}; it must be True or False")
     shape = None if request.shape is None else _shape_of(request.shape, name)
     asked = None if request.dtype is None else _dtype_named(request.dtype, name)
     if callable(initial) and not isinstance(initial, np.ndarray | np.generic):
@@ -379,18 +392,20 @@ def _initial(request: VariableRequest, name: str) -> _Initial:
         if isinstance(initial, Initializer) or not _can_be_called_without(initial):
             raise MisuseError(f"variable {name!r}: what makes its initial value needs the shape: give shape=(...)")
         initial = initial()
-    try:
-        value = np.asarray(initial)
-    except ValueError as error:  # a ragged list
-        raise MisuseError(f"variable {name!r}: the initial value is no array: {error}") from None
+    value = as_array(cast(npt.ArrayLike, initial), name, "initial value")
     dtype = asked or _dtype_of(value, initial)
     _check_dtype(dtype, name)
-    value = converted(initial if np.isscalar(initial) else value, dtype, name, "initial value")
+    value = converted(value, dtype, name, "initial value")
     try:
         whole = np.broadcast_to(value, value.shape if shape is None else shape)
     except ValueError:
         raise MisuseError(f"variable {name!r}: an initial value of shape {value.shape} for the shape {shape}") from None
     return _Initial(whole.shape, dtype, whole)
+
+
+def _has_surrogates(text: str) -> bool:
+    """Halves of characters, which no message can carry."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _shape_of(given: Any, name: str) -> tuple[int, ...]:

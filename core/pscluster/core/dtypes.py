@@ -41,16 +41,29 @@ def is_variable_dtype(dtype: np.dtype[Any]) -> bool:
     return dtype.name in _NUMERIC or dtype.name == "bfloat16"
 
 
-def converted(value: npt.ArrayLike, dtype: np.dtype[Any], variable: str, what: str) -> npt.NDArray[Any]:
+def as_array(value: npt.ArrayLike, variable: str, what: str) -> npt.NDArray[Any]:
+    """What a user gave for a variable, as an array. InvalidUpdateError, naming the variable, if it is none."""
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise InvalidUpdateError(f"variable {variable!r}: the {what} has masked elements: fill them with .filled(...)")
+    try:
+        return np.asarray(value)
+    except ValueError as error:  # a ragged list
+        raise InvalidUpdateError(f"variable {variable!r}: the {what} is no array: {error}") from None
+
+
+def converted(
+    value: npt.ArrayLike, dtype: np.dtype[Any], variable: str, what: str, *, overflow: bool = False
+) -> npt.NDArray[Any]:
     """A value in the dtype of the variable that it is for.
 
     Integers take another integer type where all of them fit; arrays may gain precision and, among floats, lose
-    some, as NumPy's in-place operators allow.
+    some, as NumPy's in-place operators allow. With `overflow` what is too large for a narrower float becomes
+    infinity, as gradients may.
 
     Raises:
-        InvalidUpdateError: something would be lost.
+        InvalidUpdateError: something would be lost, or the value is no array.
     """
-    array = np.asarray(value)
+    array = as_array(value, variable, what)
     if array.dtype == dtype:
         return array
     if _kind(array.dtype) in "iu" and _kind(dtype) in "iu":
@@ -62,13 +75,21 @@ def converted(value: npt.ArrayLike, dtype: np.dtype[Any], variable: str, what: s
             )
     # NumPy's rule "same_kind", which knows nothing of bfloat16; a bool is no number here, nor a number a bool.
     elif _kind(array.dtype) not in {"f": "iuf", "c": "iufc"}.get(_kind(dtype), ""):
-        python_scalar = not array.ndim and not isinstance(value, np.ndarray | np.generic)
-        shown = f" ({value!r})" if python_scalar else ""
+        shown = f" ({array.reshape(-1)[:1].tolist()[0]!r:.60})" if array.size else ""
+        mend = "give numbers"
+        if _kind(array.dtype) in "biufc":
+            mend = f"convert it with .astype({dtype.name!r}) if that is meant"
         raise InvalidUpdateError(
-            f"variable {variable!r} is {dtype.name}, but the {what} is {array.dtype.name}{shown}: "
-            f"convert it with .astype({dtype.name!r}) if that is meant"
+            f"variable {variable!r} is {dtype.name}, but the {what} is {array.dtype.name}{shown}: {mend}"
         )
-    return array.astype(dtype)
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype)
+    if not overflow and result.dtype.itemsize < array.dtype.itemsize and _kind(dtype) in "fc":
+        lost = ~np.isfinite(result) & np.isfinite(array)
+        if lost.any():
+            first = array[lost].reshape(-1)[0]
+            raise InvalidUpdateError(f"variable {variable!r} is {dtype.name}, which can't hold {first} of the {what}")
+    return result
 
 
 def _kind(dtype: np.dtype[Any]) -> str:

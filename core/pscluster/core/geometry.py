@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError
 
 Ids = npt.NDArray[np.int64]
@@ -276,7 +277,7 @@ def check_ids(ids: npt.ArrayLike, rows: int, name: str) -> Ids:
         InvalidUpdateError: the dtype is not of integers, or an id is negative or not below `rows`. The
             first such id is named.
     """
-    array = np.asarray(ids)
+    array = as_array(ids, name, "row ids")
     if array.size == 0 and not isinstance(ids, np.ndarray | np.generic):
         array = array.astype(np.int64)  # NumPy takes an empty list for floats
     if array.dtype.kind not in "iu":
@@ -547,8 +548,8 @@ def _integer(item: Any, axis: int, length: int) -> int:
     except TypeError:
         raise TypeError(
             "a variable is indexed by integers, slices, `...` and `None`, "
-            f"not by {type(item).__name__} (axis {axis}). For a list or an array of row ids use "
-            "`sparse_read`; for anything else index what `read_value` returns."
+            f"not by {type(item).__name__} (axis {axis}). To read rows by number use `sparse_read`, to write them "
+            "`scatter_update`; for anything else index what `read_value` returns."
         ) from None
     if not -length <= i < length:
         raise IndexError(_out_of_bounds(i, axis, length))

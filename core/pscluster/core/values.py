@@ -111,21 +111,21 @@ def _definition_of(record: value_pb2.Record, define: ClassDefiner) -> str:
         return ""
 
 
-def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
+def map_structure(fn: Callable[[Any], Any], structure: Any, leaves: tuple[type, ...] = ()) -> Any:
     """The same structure with `fn(leaf)` in the place of every leaf.
 
     Lists, tuples, dicts, named tuples and dataclass instances are structure; everything else, None and sets
-    included, is a leaf.
+    included, is a leaf, and so are instances of `leaves`.
 
     Raises:
         TypeError: the structure is too deep, or a dataclass instance can't be made from its fields.
     """
-    return _map(fn, structure, 0)
+    return _map(fn, structure, leaves, 0)
 
 
-def _map(fn: Callable[[Any], Any], structure: Any, depth: int) -> Any:
+def _map(fn: Callable[[Any], Any], structure: Any, leaves: tuple[type, ...], depth: int) -> Any:
     cls = type(structure)
-    is_record = is_record_class(cls)
+    is_record = is_record_class(cls) and not isinstance(structure, leaves)
     if not (is_record or isinstance(structure, list | tuple | dict)):
         return fn(structure)
     if depth >= MAX_DEPTH:
@@ -133,14 +133,14 @@ def _map(fn: Callable[[Any], Any], structure: Any, depth: int) -> Any:
     if is_record:
         try:
             layout = layout_of(cls)
-            values = [_map(fn, item, depth + 1) for item in layout.values(structure)]
+            values = [_map(fn, item, leaves, depth + 1) for item in layout.values(structure)]
             return layout.build(layout.fields, values)
         except (UnsendableRecordError, ProtocolError) as error:
             raise TypeError(f"{describe(structure)} {error}") from None
     if isinstance(structure, dict):
         mapped = copy.copy(structure)  # keeps what a subclass adds, such as the factory of a defaultdict
         for key, item in structure.items():
-            mapped[key] = _map(fn, item, depth + 1)
+            mapped[key] = _map(fn, item, leaves, depth + 1)
         return mapped
-    items = [_map(fn, item, depth + 1) for item in structure]
+    items = [_map(fn, item, leaves, depth + 1) for item in structure]
     return tuple(items) if isinstance(structure, tuple) else items

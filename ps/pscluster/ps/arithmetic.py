@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import MisuseError
@@ -25,6 +26,16 @@ def _reflected(name: str) -> Callable[[Any, Any], Any]:
     return lambda self, other: function(other, self.read_value())
 
 
+def _by_function(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    def forward(self: Any, other: Any) -> Any:
+        return function(self.read_value(), _value(other))
+
+    def reflected(self: Any, other: Any) -> Any:
+        return function(_value(other), self.read_value())
+
+    return forward, reflected
+
+
 def _in_place(sign: str, method: str = "assign") -> Callable[[Any, Any], Any]:
     def refuse(self: Any, other: Any) -> Any:
         del other
@@ -36,9 +47,13 @@ def _in_place(sign: str, method: str = "assign") -> Callable[[Any, Any], Any]:
 class Arithmetic:
     """Mixin of whatever has `read_value`."""
 
-    # NumPy leaves `array + variable` to us.
-    __array_priority__ = 100
-    __array_ufunc__ = None
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """`np.exp(v)`, `array + v` and the like: on the value."""
+        if any(isinstance(out, Arithmetic) for out in kwargs.get("out", ())):
+            raise MisuseError(f"{self!r} can't be an `out=`: use its assign(...)")
+        if method == "at" and isinstance(inputs[0], Arithmetic):
+            raise MisuseError(f"{self!r} can't be changed by np.{ufunc.__name__}.at: use its scatter methods")
+        return getattr(ufunc, method)(*map(_value, inputs), **kwargs)
 
     def read_value(self) -> npt.NDArray[Any]:
         """The value."""
@@ -61,6 +76,7 @@ class Arithmetic:
     __truediv__, __rtruediv__ = _binary("truediv"), _reflected("truediv")
     __floordiv__, __rfloordiv__ = _binary("floordiv"), _reflected("floordiv")
     __mod__, __rmod__ = _binary("mod"), _reflected("mod")
+    __divmod__, __rdivmod__ = _by_function(divmod)
     __pow__, __rpow__ = _binary("pow"), _reflected("pow")
     __matmul__, __rmatmul__ = _binary("matmul"), _reflected("matmul")
     __and__, __rand__ = _binary("and_"), _reflected("and_")
@@ -88,6 +104,10 @@ class Arithmetic:
 
     def __abs__(self) -> npt.NDArray[Any]:
         return abs(self.read_value())
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        value = self.read_value()
+        return value.round(ndigits or 0) if value.ndim else round(value.item(), ndigits)
 
     def __float__(self) -> float:
         return float(self.read_value())

@@ -37,11 +37,9 @@ def filler(initializer: ps_pb2.Initializer, pickle: memoryview, name: str) -> Fi
 
 
 def _call(function: Callable[..., Any], shape: tuple[int, ...], start: tuple[int, ...], out: Array, name: str) -> None:
-    arguments, part = _takes(function, shape, out.dtype)
-    if part == "none":
-        value = np.asarray(function(*arguments))
-    else:
-        value = np.asarray(function(*arguments, partition_shape=out.shape, partition_offset=start))
+    arguments, keywords, part = _takes(function, shape, out.dtype)
+    given = {"partition_shape": out.shape, "partition_offset": start}
+    value = np.asarray(function(*arguments, **{keyword: given[keyword] for keyword in keywords}))
     wanted = out.shape if part == "named" else shape
     if part == "none" or (part == "any" and value.shape != out.shape):
         index = tuple(slice(a, a + n) for a, n in zip(start, out.shape, strict=True))
@@ -54,26 +52,29 @@ def _call(function: Callable[..., Any], shape: tuple[int, ...], start: tuple[int
 
 def _takes(
     function: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> tuple[tuple[object, ...], Literal["none", "named", "any"]]:
-    """The positional arguments for the function, and whether it asks for the part that is to be made.
+) -> tuple[tuple[object, ...], list[str], Literal["none", "named", "any"]]:
+    """The arguments for the function, positional and by keyword, and whether it asks for the part to be made.
 
     The peer's users often give one that has its shape and dtype already, or takes any keywords.
     """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature
-        return (shape, dtype), "none"
-    keywords = {"partition_shape": shape, "partition_offset": shape}
+        return (shape, dtype), [], "none"
     part: Literal["none", "named", "any"] = "none"
-    if keywords.keys() <= signature.parameters.keys():
+    keywords = [keyword for keyword in ("partition_shape", "partition_offset") if keyword in signature.parameters]
+    if keywords:
         part = "named"
     elif any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
-        part = "any"
-    try:
-        signature.bind(shape, dtype, **({} if part == "none" else keywords))
-    except TypeError:
-        return (), part
-    return (shape, dtype), part
+        part, keywords = "any", ["partition_shape", "partition_offset"]
+    for arguments in ((shape, dtype), ()):
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments, **dict.fromkeys(keywords))
+            return arguments, keywords, part
+    raise TypeError(
+        f"it takes {signature}, but is called with (shape, dtype), and with partition_shape and partition_offset "
+        "by keyword where it names them"
+    )
 
 
 def born(

@@ -30,6 +30,7 @@ from grpc.experimental import ChannelOptions
 
 from pscluster.core.channels import CHANNEL_OPTIONS, PeerAddress, explain, open_channel, say_hello, wait_for_peers
 from pscluster.core.context import current_function
+from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import (
     MisuseError,
     ProtocolError,
@@ -42,9 +43,11 @@ from pscluster.core.errors import (
 from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, unpack, view
 from pscluster.core.rpc import Stub
 from pscluster.ps.service import SERVICE, SESSION_BYTES
+from pscluster.ps.store import partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 
 _SLOWEST_BYTES_PER_SECOND = 5 << 20  # a transfer slower than this has hung
+_SLOWEST_FUNCTION = 600.0  # seconds for a user's function that makes an initial value, whatever the size
 
 
 @dataclass(slots=True)
@@ -484,11 +487,14 @@ class PsClient:
             if number:
                 self._sequences.done(number)
 
-    def _push(self, index: int, request: ps_pb2.Request, buffers: list[Buffer]) -> Callable[[], ps_pb2.Reply]:
+    def _push(
+        self, index: int, request: ps_pb2.Request, buffers: list[Buffer], timeout: float = 0.0
+    ) -> Callable[[], ps_pb2.Reply]:
+        """What sends a request in frames. `timeout` is what the server needs besides, in seconds."""
         server = self._servers[index]
         total = sum(map(len, buffers))
         request.total_bytes = total
-        timeout = self._timeout + total / _SLOWEST_BYTES_PER_SECOND
+        timeout += self._timeout + total / _SLOWEST_BYTES_PER_SECOND
 
         def frames() -> Iterator[bytes]:
             head, sent = request, 0
@@ -536,15 +542,18 @@ class PsClient:
         except BaseException:
             self.delete_variable(spec.name)
             raise
+        self._pushed += sum(shard.nbytes for shard in shards or ())
 
     def _create_there(
         self, index: int, spec: ps_pb2.VariableSpec, forms: Sequence[tuple[ps_pb2.Initializer, bytes]]
     ) -> None:
-        why = ""
+        why, partition = "", partition_of(spec)
+        here = sum(partition.block(shard).size for shard, owner in enumerate(spec.owners) if owner == index)
+        timeout = _SLOWEST_FUNCTION + here * dtype_named(spec.dtype).itemsize / _SLOWEST_BYTES_PER_SECOND
         for initializer, pickle in forms:
             create = ps_pb2.CreateRequest(job=self.job, variable=spec, initializer=initializer)
             buffers: list[Buffer] = [pickle] if pickle else []
-            why = self._push(index, ps_pb2.Request(create=create), buffers)().create.unresolved
+            why = self._push(index, ps_pb2.Request(create=create), buffers, timeout)().create.unresolved
             if not why:
                 return
         raise MisuseError(f"the function for the initial value of {spec.name!r} can't be loaded on ps {index}: {why}")

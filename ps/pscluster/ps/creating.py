@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,7 @@ from pscluster.v1 import definition_pb2, ps_pb2
 
 if TYPE_CHECKING:
     from pscluster.ps.client import PsClient
+    from pscluster.ps.variables import Variable
 
 Partitioner = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]
 
@@ -40,14 +41,23 @@ class Creator(Protocol):
         """Place the variable on the servers."""
         ...
 
+    def delete_variable(self, variable: Variable) -> None:
+        """Take back a variable that was just made: what it was a part of could not be made."""
+        ...
+
+    def reserving(self, what: str, name: str | None, kind: str | None = None) -> AbstractContextManager[str]:
+        """Take this name for a "variable" (or an optimizer) or a "metric"; it is free again if the block raises.
+
+        Without a name, one is made of the kind.
+        """
+        ...
+
     def create_optimizer(
         self,
         spec: ps_pb2.OptimizerSpec,
         forms: Sequence[definition_pb2.Definition],
-        name: str | None,
-        kind: str,
     ) -> tuple[ps_pb2.OptimizerSpec, PsClient]:
-        """Give the optimizer a number and a name, and declare it to the servers."""
+        """Give the optimizer, which has a name, a number, and declare it to the servers."""
         ...
 
 

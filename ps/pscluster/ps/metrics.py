@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pscluster.core.errors import MisuseError, UnknownVariableError
 from pscluster.core.handles import Handle
 from pscluster.ps.client import UpdatePart
+from pscluster.ps.creating import current_creator
 from pscluster.ps.variables import Variable, read_variables
 from pscluster.v1 import ps_pb2
 
@@ -27,10 +28,17 @@ class Metric(Handle):
     _variables: list[Variable]
 
     def __init__(self, name: str | None = None) -> None:
-        self.name = name or type(self).__name__.lower()
-        self._variables = [
-            Variable(np.float64(0), name=f"{self.name}/{state}", trainable=False) for state in self.states
-        ]
+        creator = current_creator(f"metric {type(self).__name__}")
+        with creator.reserving("metric", name, type(self).__name__.lower()) as self.name:
+            self._variables = []
+            try:
+                for state in self.states:
+                    made = Variable(np.float64(0), name=f"{self.name}/{state}", trainable=False)
+                    self._variables.append(made)
+            except BaseException:
+                for made in self._variables:
+                    creator.delete_variable(made)
+                raise
 
     @property
     def handle_key(self) -> str:
@@ -75,17 +83,29 @@ class Metric(Handle):
         return f"<{type(self).__name__} {self.name!r}>"
 
 
-def _weighted(values: npt.ArrayLike, sample_weight: npt.ArrayLike | None) -> tuple[float, float]:
+def _numbers(values: npt.ArrayLike, metric: str, what: str) -> npt.NDArray[np.float64]:
+    """As float64. MisuseError if they are no real numbers: one NaN would spoil the metric until its reset."""
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # a ragged list
+        raise MisuseError(f"metric {metric!r}: the {what} are no array: {error}") from None
+    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+        raise MisuseError(f"metric {metric!r}: the {what} are {array.dtype.name}, but must be real numbers")
+    return array.astype(np.float64)
+
+
+def _weighted(values: npt.ArrayLike, sample_weight: npt.ArrayLike | None, metric: str) -> tuple[float, float]:
     """Weighted sum of the values, and the sum of the weights."""
-    array = np.asarray(values, np.float64)
+    array = _numbers(values, metric, "values")
     if sample_weight is None:
         return float(array.sum()), float(array.size)
-    weights = np.asarray(sample_weight, np.float64)
+    weights = _numbers(sample_weight, metric, "weights")
     try:
         weights = np.broadcast_to(weights.reshape(weights.shape + (1,) * (array.ndim - weights.ndim)), array.shape)
     except ValueError:
         raise MisuseError(
-            f"sample_weight has shape {weights.shape}, which does not fit values of shape {array.shape}"
+            f"metric {metric!r}: sample_weight has shape {weights.shape}, which does not fit values of shape "
+            f"{array.shape}"
         ) from None
     return float((array * weights).sum()), float(weights.sum())
 
@@ -95,7 +115,7 @@ class Sum(Metric):
 
     def update_state(self, values: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None) -> None:
         """Add the values."""
-        self._add(_weighted(values, sample_weight)[0])
+        self._add(_weighted(values, sample_weight, self.name)[0])
 
     def result(self) -> float:
         """The sum."""
@@ -109,7 +129,7 @@ class Mean(Metric):
 
     def update_state(self, values: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None) -> None:
         """Take the values in."""
-        self._add(*_weighted(values, sample_weight))
+        self._add(*_weighted(values, sample_weight, self.name))
 
     def result(self) -> float:
         """The mean."""
@@ -127,9 +147,10 @@ class Accuracy(Mean):
         true, predicted = np.asarray(y_true), np.asarray(y_pred)
         if true.shape != predicted.shape:
             raise MisuseError(
-                f"y_true has shape {true.shape}, y_pred {predicted.shape}: give predicted classes of the labels' shape"
+                f"metric {self.name!r}: y_true has shape {true.shape}, y_pred {predicted.shape}: "
+                "give predicted classes of the labels' shape"
             )
-        self._add(*_weighted(true == predicted, sample_weight))
+        self._add(*_weighted(true == predicted, sample_weight, self.name))
 
 
 _CLASSES: dict[str, type[Metric]] = {cls.__name__: cls for cls in (Sum, Mean, Accuracy)}

@@ -24,6 +24,7 @@ from pscluster.ps.creating import current_creator
 from pscluster.ps.schedules import LearningRateSchedule
 from pscluster.ps.schedules import from_spec as schedule_from_spec
 from pscluster.ps.shard import AVERAGE
+from pscluster.ps.store import OWN_RULE
 from pscluster.ps.variables import Array, IndexedSlices, SlotVariable, Variable
 from pscluster.v1 import ps_pb2
 
@@ -72,8 +73,12 @@ class _Treatment:
     def __post_init__(self) -> None:
         for name in ("clipvalue", "clipnorm", "global_clipnorm", "loss_scale_factor"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float | np.number) and value > 0):
+            if value is None:
+                continue
+            number = _number(value)
+            if not 0 < number < math.inf:
                 raise ValueError(f"{name} is {value!r}; it must be a number above 0, or None for none")
+            object.__setattr__(self, name, number)
         if self.clipnorm is not None and self.global_clipnorm is not None:
             raise ValueError("clipnorm and global_clipnorm are both set: give one of them")
         if self.nonfinite not in _POLICIES:
@@ -83,6 +88,11 @@ class _Treatment:
     def is_plain(self) -> bool:
         """Gradients are sent as they are."""
         return self == _Treatment()
+
+    @property
+    def changes(self) -> bool:
+        """Gradients are scaled or clipped."""
+        return self != _Treatment(nonfinite=self.nonfinite)
 
     def treated(self, gradients: list[Array]) -> list[Array]:
         """The gradients, scaled and clipped; of sparse ones, the summed rows."""
@@ -98,9 +108,24 @@ class _Treatment:
         return gradients
 
 
+def _number(value: object) -> float:
+    """A real number as a float, NaN for whatever is none."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _norm(gradients: Sequence[Array]) -> float:
-    """The Euclidean norm of all of them together, in float64."""
-    return float(np.sqrt(sum(np.square(gradient, dtype=np.float64).sum() for gradient in gradients)))
+    """The Euclidean norm of all of them together, in float64; of numbers whose squares are too large, too."""
+    with np.errstate(over="ignore"):
+        norm = float(np.sqrt(sum(np.square(gradient, dtype=np.float64).sum() for gradient in gradients)))
+    if not math.isinf(norm):
+        return norm
+    largest = max(float(np.abs(gradient).max(initial=0)) for gradient in gradients)
+    return norm if math.isinf(largest) else largest * _norm([gradient / largest for gradient in gradients])
 
 
 def _scaled(gradient: Array, limit: float, norm: float) -> Array:
@@ -138,26 +163,29 @@ class Optimizer(Handle):
             if key not in Common.__annotations__:
                 known = ", ".join(Common.__annotations__)
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}; all optimizers have {known}")
-        momentum = common.get("ema_momentum", 0.99) if common.get("use_ema", False) else 0.0
-        if not 0 <= momentum < 1:
-            raise ValueError(f"ema_momentum is {momentum}; it must be at least 0 and below 1")
+        use_ema, momentum = common.get("use_ema", False), _number(common.get("ema_momentum", 0.99))
+        if not isinstance(use_ema, bool):
+            raise ValueError(f"use_ema is {use_ema!r}; it must be True or False")
+        if not 0 < momentum < 1:
+            raise ValueError(f"ema_momentum is {common['ema_momentum']!r}; it must be a number above 0 and below 1")
         treatment = _Treatment(**{key: common[key] for key in _Treatment.__dataclass_fields__ if key in common})  # type: ignore[literal-required]
         creator = current_creator(f"optimizer {type(self).__name__}")
         numbers, flags = rule.to_spec()
         own = type(rule) is not rules.RULES.get(rule.name)
         self._forms = list(capture(type(rule)).forms()) if own else ()
         spec = ps_pb2.OptimizerSpec(
-            rule="custom" if own else rule.name,
+            rule=OWN_RULE if own else rule.name,
             numbers=numbers,
             flags=flags,
             schedule="" if schedule is None else json.dumps(schedule.to_spec()),
-            ema_momentum=momentum,
+            ema_momentum=momentum if use_ema else 0.0,
             options="" if treatment.is_plain else json.dumps(asdict(treatment)),
         )
-        spec, client = creator.create_optimizer(spec, self._forms, common.get("name"), rule.name)
-        self._bind(spec, client)
-        if treatment.nonfinite != "apply":
-            self._bad = Variable(np.int64(0), name=f"{self.name}/nonfinite", trainable=False)
+        with creator.reserving("variable", common.get("name"), rule.name) as spec.name:
+            spec, client = creator.create_optimizer(spec, self._forms)
+            self._bind(spec, client)
+            if treatment.nonfinite != "apply":
+                self._bad = Variable(np.int64(0), name=f"{self.name}/nonfinite", trainable=False)
 
     @staticmethod
     def of(spec: ps_pb2.OptimizerSpec, client: PsClient) -> Optimizer:
@@ -198,9 +226,7 @@ class Optimizer(Handle):
 
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
-        if not isinstance(value, LearningRateSchedule | int | float | np.number) or (
-            not isinstance(value, LearningRateSchedule) and not value >= 0
-        ):
+        if not isinstance(value, LearningRateSchedule) and not 0 <= _number(value) < math.inf:
             raise ValueError(f"learning_rate is {value!r}; it must be a schedule, or a number that is at least 0")
         spec = ps_pb2.OptimizerSpec()
         spec.CopyFrom(self._spec)
@@ -208,14 +234,18 @@ class Optimizer(Handle):
         if isinstance(value, LearningRateSchedule):
             spec.schedule = json.dumps(value.to_spec())
         else:
-            spec.numbers["learning_rate"] = float(value)
-        if spec.rule == "custom" and not self._forms:
+            spec.numbers["learning_rate"] = _number(value)
+        if spec.rule == OWN_RULE and not self._forms:
             raise MisuseError(f"the learning rate of {self.name!r}, a rule of your own, is set on the coordinator only")
         self._client.create_optimizer(spec, self._forms)
         self._spec = spec
 
     def slot(self, variable: Variable, name: str) -> SlotVariable:
         """A slot that is kept beside a variable, such as "m" of Adam, to be read like a variable."""
+        if not isinstance(variable, Variable) or isinstance(variable, SlotVariable):
+            raise TypeError(f"slots are kept beside variables, not beside a {type(variable).__name__}")
+        if not name or not isinstance(name, str):
+            raise MisuseError(f"a slot's name is a string such as 'm', not {name!r}")
         return SlotVariable.beside(variable, self._spec.id, self.name, name)
 
     def average(self, variable: Variable) -> SlotVariable:
@@ -241,21 +271,29 @@ class Optimizer(Handle):
             PSUnavailableError: a server can't be reached.
         """
         pairs = self._checked(grads_and_vars)
-        if self._bad is not None or not self._treatment.is_plain:
+        bad: set[str] = set()
+        if self._treatment.changes:
             pairs = [(variable.checked_gradient(gradient), variable) for gradient, variable in pairs]
+            if self._bad is not None:  # before clipping, which makes an infinity a number
+                bad = {variable.name for gradient, variable in pairs if not np.isfinite(_values(gradient)).all()}
+            pairs = self._treated(pairs)
         parts: list[UpdatePart] = []
-        if self._bad is not None and any(not np.isfinite(_values(gradient)).all() for gradient, _ in pairs):
-            parts = self._bad.update_parts(ps_pb2.ADD, 1)
-            if self._treatment.nonfinite != "count":
-                self._client.update(parts)
+        for gradient, variable in pairs:
+            mine = variable.gradient_parts(gradient, self._spec.id)
+            parts.extend(mine)
+            # And as sent: a sum of rows, or a number in a narrower type, may be infinite only now.
+            if self._bad is not None and not all(_is_finite(part, variable) for part in mine):
+                bad.add(variable.name)
+        if bad and self._bad is not None:
+            count = self._bad.update_parts(ps_pb2.ADD, 1)
+            if self._treatment.nonfinite == "count":
+                parts += count
+            else:
+                self._client.update(count)
                 if self._treatment.nonfinite == "skip":
                     return
-                names = [v.name for gradient, v in pairs if not np.isfinite(_values(gradient)).all()]
-                raise InvalidUpdateError(f"NaN or infinity in the gradient of {', '.join(names)}: nothing was applied")
-        if not self._treatment.is_plain:
-            pairs = self._treated(pairs)
-        for gradient, variable in pairs:
-            parts.extend(variable.gradient_parts(gradient, self._spec.id))
+                names = ", ".join(sorted(bad))
+                raise InvalidUpdateError(f"NaN or infinity in the gradient of {names}: nothing was applied")
         if parts:
             self._client.update(parts)
 
@@ -264,7 +302,10 @@ class Optimizer(Handle):
     ) -> list[tuple[npt.ArrayLike | IndexedSlices, Variable]]:
         pairs: list[tuple[npt.ArrayLike | IndexedSlices, Variable]] = []
         seen: set[str] = set()
-        for gradient, variable in grads_and_vars:
+        for pair in grads_and_vars:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise TypeError(f"apply_gradients takes pairs (gradient, variable), not a {type(pair).__name__}")
+            gradient, variable = pair
             if not isinstance(variable, Variable):
                 raise TypeError(f"apply_gradients takes pairs (gradient, variable), not a {type(variable).__name__}")
             if gradient is None:
@@ -302,6 +343,10 @@ class Optimizer(Handle):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
+
+
+def _is_finite(part: UpdatePart, variable: Variable) -> bool:
+    return bool(np.isfinite(np.frombuffer(part.values, variable.dtype)).all())
 
 
 def _values(gradient: npt.ArrayLike | IndexedSlices) -> Array:

@@ -42,7 +42,8 @@ __all__ = [
 class LearningRateSchedule(ABC):
     """A learning rate for every step; its parameters are the fields of the dataclass.
 
-    A schedule of your own derives from this as a frozen dataclass, names itself, and gives `at`.
+    There are those of `SCHEDULES`. A rate by another formula is set between steps, or comes from a rule of your own
+    (`rules.UpdateRule.learning_rate_at`).
 
     Attributes:
         name: what the schedule is called on the wire and in `SCHEDULES`.

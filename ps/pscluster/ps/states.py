@@ -42,11 +42,19 @@ def restore_shards(variable: Variable, states: Iterable[ShardState]) -> None:
         InvalidUpdateError: a state of another shape or type, or the states do not fill the variable.
     """
     filled = 0
+    seen: set[Block] = set()
     for state in states:
         if state.shape != variable.shape or state.values.shape != state.block.shape:
             raise InvalidUpdateError(
                 f"variable {variable.name!r} has shape {variable.shape}, but the saved {state.name!r} has {state.shape}"
             )
+        if state.values.dtype != variable.dtype:
+            raise InvalidUpdateError(
+                f"variable {variable.name!r} is {variable.dtype}, but the saved {state.name!r} is {state.values.dtype}"
+            )
+        if state.block in seen:
+            raise InvalidUpdateError(f"the shard of {state.name!r} at {state.block.start} was saved twice")
+        seen.add(state.block)
         variable.assign(state.values, at=(*state.block.slices, ...))
         filled += state.block.size
     if filled != variable.size:

@@ -6,7 +6,7 @@ which the ledger is asked and told, so that a repetition that arrives while the 
 for it and finds it done. Closing an incarnation takes every shard's lock once after marking it: whatever was
 in progress has ended when the reply goes out.
 
-Locks, in order: a shard's, then the store's. None is held over a network call.
+Locks, in order: a variable's while it is made, a shard's, then the store's. None is held over a network call.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ from pscluster.v1 import ps_pb2
 
 Ids = npt.NDArray[np.int64]
 
+OWN_RULE = "custom"
+"""What a rule of the user's own is called in an OptimizerSpec."""
+
 _ARITHMETIC: dict[int, np.ufunc] = {
     ps_pb2.ADD: np.add,
     ps_pb2.SUB: np.subtract,
@@ -90,6 +93,7 @@ class _Source:
     shard: Shard
     array: Array
     size: int
+    dtype: np.dtype[Any]  # to be sent; another than the array's for an average that is still the value itself
     index: Index | None = None
 
 
@@ -164,6 +168,7 @@ class Store:
         self._ledger = Ledger()
         self._variables: dict[int, HeldVariable] = {}
         self._optimizers: dict[int, HeldOptimizer] = {}
+        self._births: dict[int, threading.Lock] = {}  # by variable, held while its shards are made
 
     # The directory
 
@@ -200,18 +205,29 @@ class Store:
             self._create_optimizer(request, payload)
             return
         spec = request.variable
+        with self._lock:
+            birth = self._births.setdefault(spec.id, threading.Lock())
+        # The same again is a copy of the request that comes late: what was made by the first may be trained by now,
+        # or is still being made.
+        with birth:
+            with self._lock:
+                known = self._variables.get(spec.id)
+            if known is None:
+                known = self._made(request, payload)
+                with self._lock:
+                    self._variables[spec.id] = known
+        if known.spec != spec:
+            raise InvalidUpdateError(f"variable id {spec.id} is taken by {known.spec.name!r}")
+
+    def _made(self, request: ps_pb2.CreateRequest, payload: Payload) -> HeldVariable:
+        spec = request.variable
         partition, dtype = partition_of(spec), dtype_named(spec.dtype)
         if request.HasField("initializer"):
             fill = filler(request.initializer, payload.joined(), spec.name)
             arrays = born(spec, partition, dtype, self.index, fill)
         else:
             arrays = self._given(spec, partition, dtype, payload)
-        held = HeldVariable(spec, dtype, partition, {shard: Shard(array) for shard, array in arrays.items()})
-        with self._lock:
-            known = self._variables.setdefault(spec.id, held)
-        # The same again is a copy of the request that comes late: what was made by the first may be trained by now.
-        if known.spec != spec:
-            raise InvalidUpdateError(f"variable id {spec.id} is taken by {known.spec.name!r}")
+        return HeldVariable(spec, dtype, partition, {shard: Shard(array) for shard, array in arrays.items()})
 
     def _given(
         self, spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], payload: Payload
@@ -326,28 +342,27 @@ class Store:
     def _locate(self, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]:
         """What an item reads, and where the next item's ids begin in the payload."""
         held, shard = self._shard(item.variable, item.shard)
-        array = shard.array
+        array, dtype = shard.array, shard.array.dtype
         if item.slot == AVERAGE:
-            if item.optimizer in shard.averages:
-                array = shard.averages[item.optimizer]
-            else:  # before the first gradient the value is its average
-                array = array.astype(compute_dtype(array.dtype), copy=False)
+            array = shard.averages.get(item.optimizer, array)  # before the first gradient the value is its average
+            dtype = compute_dtype(array.dtype)
         elif item.slot:
             array = self._slots(held, shard, item.optimizer).get(item.slot)  # type: ignore[assignment]
             if array is None:
                 raise UnknownVariableError(f"the optimizer keeps no slot {item.slot!r} for {held.spec.name!r}")
+            dtype = array.dtype
         which = item.rows.WhichOneof("kind")
         if which == "all":
-            return _Source(shard, array, array.nbytes), at
+            return _Source(shard, array, array.size * dtype.itemsize, dtype), at
         if which == "slices":
             index = _index(item.rows.slices, array, held.spec.name)
-            size = math.prod(axis.count for axis in item.rows.slices.axes) * array.itemsize
-            return _Source(shard, array, size, index), at
+            size = math.prod(axis.count for axis in item.rows.slices.axes) * dtype.itemsize
+            return _Source(shard, array, size, dtype, index), at
         if which == "ids":
             table = _table(array, item.rows.leading, held.spec.name)
-            size = item.rows.ids * table.shape[1] * array.itemsize
+            size = item.rows.ids * table.shape[1] * dtype.itemsize
             ids_size = item.rows.ids * 8
-            return _Source(shard, table, size), at + ids_size + padding(ids_size)
+            return _Source(shard, table, size, dtype), at + ids_size + padding(ids_size)
         raise ProtocolError("a read without rows")
 
     def _slots(self, held: HeldVariable, shard: Shard, optimizer: int) -> dict[str, Array]:
@@ -491,7 +506,9 @@ class Store:
             if number not in shard.slots:
                 shard.slots[number] = new_slots(part.optimizer.rule, shard.array.shape, dtype)
             slots, step = shard.slots[number], shard.steps.get(number, 0) + 1
-        if ids is not None:
+        if part.optimizer is not None and part.optimizer.spec.rule == OWN_RULE:
+            self._apply_own(part, ids, slots, step, payload)
+        elif ids is not None:
             self._apply_rows(part, ids, slots, step, payload)
         elif part.index is not None or part.item.scalar:
             self._apply_slices(part, payload)
@@ -501,6 +518,21 @@ class Store:
             shard.steps[part.optimizer.spec.id] = step
             if part.optimizer.spec.ema_momentum:
                 shard.average(part.optimizer.spec.id, part.optimizer.spec.ema_momentum, ids)
+
+    def _apply_own(self, part: _Placed, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload) -> None:
+        """A gradient by a rule of the user's, which may raise at any block: the shard is as before then."""
+        rows = slice(None) if ids is None else ids
+        arrays = [part.shard.array, *slots.values()]
+        before = [array[rows].copy() if array.ndim else array.copy() for array in arrays]
+        try:
+            if ids is None:
+                self._apply_dense(part, slots, step, payload)
+            else:
+                self._apply_rows(part, ids, slots, step, payload)
+        except BaseException:
+            for array, old in zip(arrays, before, strict=True):
+                array[rows if array.ndim else ...] = old
+            raise
 
     def _apply_rows(self, part: _Placed, ids: Ids, slots: dict[str, Array], step: int, payload: Payload) -> None:
         shard, dtype = part.shard, part.shard.array.dtype
@@ -577,14 +609,19 @@ def _gather(source: _Source, ids: Ids) -> Buffer:
     out = np.empty((len(ids), source.array.shape[1]), source.array.dtype)
     with source.shard.lock:
         np.take(source.array, ids, 0, out, "clip")  # "clip" spares NumPy a buffer; the ids are checked
-    return view(out)
+    return view(out.astype(source.dtype, copy=False))
 
 
 def _read_block(source: _Source) -> Iterator[Buffer]:
     """All of an array, or a box of it."""
     shard, array = source.shard, source.array
     selected = array if source.index is None else array[source.index]
-    if array is shard.array and selected.flags.c_contiguous and source.size > CHUNK_BYTES:
+    if (
+        array is shard.array
+        and source.dtype == array.dtype
+        and selected.flags.c_contiguous
+        and source.size > CHUNK_BYTES
+    ):
         start = byte_bounds(selected)[0] - byte_bounds(array)[0]
         snapshot: Snapshot = shard.snapshot(start, start + source.size)
         try:
@@ -593,7 +630,7 @@ def _read_block(source: _Source) -> Iterator[Buffer]:
             snapshot.close()
         return
     with shard.lock:
-        copy = np.array(selected, order="C")
+        copy = np.array(selected, source.dtype, order="C")
     yield view(copy)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import ItemsView, Iterator, KeysView, Sequence, Set, ValuesView
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.context import current_function
-from pscluster.core.dtypes import converted, dtype_named
+from pscluster.core.dtypes import as_array, converted, dtype_named
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.frames import view
 from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
@@ -118,8 +119,10 @@ class Variable(Arithmetic, Handle):
         partitioner: how to cut it, instead of the strategy's; see `partitioners`.
 
     Raises:
-        MisuseError: outside of `strategy.scope()`.
-        ValueError, TypeError: what was given is no variable; nothing has been created then.
+        MisuseError: outside of `strategy.scope()`, the name is taken, or what was given is no variable.
+        InvalidUpdateError: the initial value would lose something in that dtype, or could not be made.
+        ConfigurationError: the partitioner's or the placement policy's answer is none.
+            Whatever is raised, nothing has been created.
     """
 
     handle_kind = "variable"
@@ -210,6 +213,11 @@ class Variable(Arithmetic, Handle):
         places = ", ".join(sorted({shard.device for shard in self.variables}))
         return f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype.name} on {places}>"
 
+    def __iter__(self) -> Iterator[Any]:
+        if not self.shape:
+            raise TypeError(f"variable {self.name!r} is a scalar: there is nothing to iterate over")
+        return iter(self.read_value())
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError(f"variable {self.name!r} is a scalar: it has no length")
@@ -235,7 +243,7 @@ class Variable(Arithmetic, Handle):
         Integers, slices of any step, `...`, `np.newaxis`, boolean masks of leading axes, and integer arrays on
         axis 0. Other mixtures of arrays read the whole.
         """
-        advanced = advanced_index(index)
+        advanced = advanced_index(index, self.name)
         if advanced is None:
             return self._read_box(self._selection(index))
         if isinstance(advanced, np.ndarray) and advanced.dtype == bool:
@@ -391,7 +399,7 @@ class Variable(Arithmetic, Handle):
     def update_parts(self, kind: ps_pb2.UpdateKind, value: npt.ArrayLike, at: Any = None) -> list[UpdatePart]:
         """The parts of an update of all or of a box. Checked; nothing has been sent."""
         self._check_writable()
-        array = self._converted(value, "value")
+        array = converted(value, self.dtype, self.name, "value")
         check_kind(kind, self.dtype, self.name)
         if not array.ndim:
             return self._scalar_parts(kind, array, at)
@@ -442,8 +450,9 @@ class Variable(Arithmetic, Handle):
             raise InvalidUpdateError(f"variable {self.name!r} is a scalar: it has no rows to update")
         self._check_slices(slices)
         ids = check_ids(slices.indices, self.shape[0], self.name)
-        values = self._converted(slices.values, "values of the rows")
-        rows = self._shaped(values, (*ids.shape, *self.shape[1:]), "values of the rows", broadcast=not optimizer)
+        what = "values of the rows"
+        values = converted(slices.values, self.dtype, self.name, what, overflow=bool(optimizer))
+        rows = self._shaped(values, (*ids.shape, *self.shape[1:]), what, broadcast=not optimizer)
         check_kind(kind, self.dtype, self.name)
         rows, ids = rows.reshape(ids.size, *self.shape[1:]), ids.reshape(-1)
         if kind in _SUMMED and self.dtype.itemsize > 2:  # what the server would do; half types are summed there, wider
@@ -470,7 +479,7 @@ class Variable(Arithmetic, Handle):
                 "all of their axes but the last must be the variable's leading ones"
             )
         ids = check_ids(slices.indices, self.shape[axis], self.name)
-        values = self._converted(slices.values, "values of the rows")
+        values = converted(slices.values, self.dtype, self.name, "values of the rows")
         rows = self._shaped(values, (*ids.shape, *self.shape[axis + 1 :]), "values of the rows")
         rows = rows.reshape(ids.size, *self.shape[axis + 1 :])
         places = [place.reshape(-1) for place in (*np.indices(ids.shape)[:-1], ids)]
@@ -530,9 +539,9 @@ class Variable(Arithmetic, Handle):
         return IndexedSlices(rows, ids)
 
     def _floats(self, value: npt.ArrayLike, what: str, shape: tuple[int, ...]) -> Array:
-        array = np.asarray(value)
+        array = as_array(value, self.name, what)
         if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-            array = self._converted(value, what)
+            array = converted(value, self.dtype, self.name, what, overflow=True)
         return self._shaped(array, shape, what, broadcast=False)
 
     def gradient_parts(self, gradient: npt.ArrayLike | IndexedSlices, optimizer: int) -> list[UpdatePart]:
@@ -542,7 +551,8 @@ class Variable(Arithmetic, Handle):
         self._check_writable()
         if isinstance(gradient, IndexedSlices):
             return self._sparse_parts(ps_pb2.APPLY_GRADIENT, gradient, optimizer)
-        array = self._shaped(self._converted(gradient, "gradient"), self.shape, "gradient", broadcast=False)
+        array = converted(gradient, self.dtype, self.name, "gradient", overflow=True)
+        array = self._shaped(array, self.shape, "gradient", broadcast=False)
         return self._dense_parts(ps_pb2.APPLY_GRADIENT, array, optimizer)
 
     def _check_slices(self, slices: object) -> None:
@@ -550,6 +560,11 @@ class Variable(Arithmetic, Handle):
             raise TypeError(
                 f"variable {self.name!r}: an update of rows is an IndexedSlices(values, indices), not a "
                 f"{type(slices).__name__}"
+            )
+        dense = getattr(slices, "dense_shape", None)
+        if dense is not None and tuple(np.asarray(dense).reshape(-1).tolist()) != self.shape:
+            raise InvalidUpdateError(
+                f"variable {self.name!r} has shape {self.shape}, but the rows are of an array of dense_shape {dense!r}"
             )
 
     def _check_writable(self) -> None:
@@ -566,9 +581,6 @@ class Variable(Arithmetic, Handle):
     def _next_update(self) -> int:
         function = current_function()
         return function.nth_update(self._id) if function is not None and function.function else 1
-
-    def _converted(self, value: npt.ArrayLike, what: str) -> Array:
-        return converted(value, self.dtype, self.name, what)
 
     def _shaped(self, array: Array, shape: tuple[int, ...], what: str, broadcast: bool = True) -> Array:
         """`array`, broadcast to that shape where allowed. InvalidUpdateError if it does not fit."""
@@ -616,12 +628,20 @@ class SlotVariable(Variable):
         return self._key
 
 
-def read_variables(variables: Sequence[Variable]) -> list[Array]:
+_NOT_NESTED = (Set, Iterator, KeysView, ValuesView, ItemsView, deque)  # whoever passes one expects to get it read
+
+
+def read_variables(variables: Sequence[Variable | Shard]) -> list[Array]:
     """The values of several variables of one strategy: one request a server, all servers at once."""
     results: list[Array] = []
     parts: list[ReadPart] = []
     aside: list[tuple[Array, Block, Array]] = []
     for variable in variables:
+        if isinstance(variable, Shard):
+            result = np.empty(variable.shape, variable.dtype)
+            results.append(result)
+            parts.append(variable.variable._read_part(variable.index, result))
+            continue
         result = np.empty(variable.shape, variable.dtype)
         results.append(result)
         for index in range(variable.num_shards):
@@ -632,7 +652,7 @@ def read_variables(variables: Sequence[Variable]) -> list[Array]:
                 aside.append((result, block, target))
             parts.append(variable._read_part(index, target))
     if variables:
-        _one_client(variables).read(parts)
+        _one_client([each.variable if isinstance(each, Shard) else each for each in variables]).read(parts)
     for result, block, piece in aside:
         result[block.slices] = piece
     return results
@@ -667,16 +687,21 @@ def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array
 
 def read_structure(structure: Any) -> Any:
     """Any nesting of variables, with their values in their places: one request a server."""
-    found: dict[int, Variable] = {}
+    found: dict[int, Variable | Shard] = {}
 
     def collect(leaf: Any) -> Any:
-        if isinstance(leaf, Variable):
+        if isinstance(leaf, Variable | Shard):
             found[id(leaf)] = leaf
+        elif isinstance(leaf, _NOT_NESTED):
+            raise TypeError(
+                f"variables are read from lists, tuples, dicts, named tuples and dataclasses, not from a "
+                f"{type(leaf).__name__}: make a list of it"
+            )
         return leaf
 
-    map_structure(collect, structure)
+    map_structure(collect, structure, (Shard,))
     values = dict(zip(found, read_variables(list(found.values())), strict=True))
-    return map_structure(lambda leaf: values[id(leaf)] if isinstance(leaf, Variable) else leaf, structure)
+    return map_structure(lambda leaf: values.get(id(leaf), leaf), structure, (Shard,))
 
 
 def _one_client(variables: Sequence[Variable]) -> PsClient:
@@ -690,12 +715,14 @@ def _one_client(variables: Sequence[Variable]) -> PsClient:
     return client
 
 
-def advanced_index(index: Any) -> Array | tuple[Any, ...] | None:
+def advanced_index(index: Any, name: str) -> Array | tuple[Any, ...] | None:
     """An index with arrays in it: the array, or the tuple that holds several things. None for a basic index."""
-    if isinstance(index, list) or (isinstance(index, np.ndarray) and index.ndim):
-        array = np.asarray(index)
-        return array.astype(np.int64) if not array.size and array.dtype.kind == "f" else array
-    if isinstance(index, tuple) and any(isinstance(item, list | np.ndarray) and np.ndim(item) for item in index):
+    if isinstance(index, list | range) or (isinstance(index, np.ndarray) and index.ndim):
+        array = as_array(index, name, "index")
+        return array.astype(np.int64) if not array.size and not isinstance(index, np.ndarray) else array
+    if isinstance(index, tuple) and any(
+        isinstance(item, list | tuple | range) or (isinstance(item, np.ndarray) and item.ndim) for item in index
+    ):
         return index
     return None
 
