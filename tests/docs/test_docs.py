@@ -1,0 +1,175 @@
+"""The user documents on a real cluster: their Python blocks run, and say what comes out.
+
+Blocks of a document share a namespace, in order. The first one makes `cluster`, `strategy` and `coordinator`.
+What they show is compared:
+
+    expression  # -> text            str() of its value, whitespace apart
+    statement   # raises Error       it ends with exactly this error
+    statement   # raises Error: a ... b    whose message contains a and, behind it, b
+
+A block followed by "prints" and an indented text prints that text with its last statement.
+So are tables with the header `| call | error | message |`: each call runs in `strategy.scope()`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import io
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tests.conftest import is_gone
+
+from pscluster.coordinator import LocalCluster, ParameterServerStrategy, errors
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ["docs/optimizers.md"]
+TABLE = "| call | error | message |"
+
+RESULT = re.compile(r"# -> (.+)$")
+RAISES = re.compile(r"# raises (\w+)(?:: (.+))?$", re.MULTILINE)
+
+
+class Statement(NamedTuple):
+    """A statement of a document, what it is said to give or to raise, and where it stands."""
+
+    node: ast.stmt
+    line: int
+    result: str | None = None
+    error: str | None = None
+    message: str = ""
+    in_scope: bool = False
+    prints: str = ""
+
+
+def statements(text: str) -> Iterator[Statement]:
+    """The statements of a document's Python blocks and tables of errors, in order."""
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        if lines[at] == "```python":
+            end = lines.index("```", at)
+            *most, last = _of_block(lines[at + 1 : end], at + 1)
+            yield from most
+            yield last._replace(prints=_printed(lines[end + 1 :]))
+            at = end
+        elif lines[at] == TABLE:
+            at += 2
+            while at < len(lines) and lines[at].startswith("|"):
+                yield _of_row(lines[at], at + 1)
+                at += 1
+        at += 1
+
+
+def _printed(behind: list[str]) -> str:
+    if [*behind, "", ""][1] != "prints":
+        return ""
+    return "\n".join(itertools.takewhile(lambda line: line.startswith("    "), behind[3:]))
+
+
+def _of_block(lines: list[str], above: int) -> Iterator[Statement]:
+    for node in ast.parse("\n".join(lines)).body:
+        assert node.end_lineno is not None
+        source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        ast.increment_lineno(node, above)  # tracebacks name the document's line
+        result, raises = RESULT.search(source), RAISES.search(source)
+        if result:
+            yield Statement(node, node.lineno, result=result[1])
+        elif raises:
+            yield Statement(node, node.lineno, error=raises[1], message=raises[2] or "")
+        else:
+            yield Statement(node, node.lineno)
+
+
+def _of_row(row: str, line: int) -> Statement:
+    call, error, message = (cell.strip() for cell in row.strip("|").split(" | "))
+    (node,) = ast.parse(call.strip("`")).body
+    ast.increment_lineno(node, line - 1)
+    return Statement(node, line, error=error.strip("`"), message=message, in_scope=True)
+
+
+def flat(value: object) -> str:
+    """As text, on one line."""
+    return " ".join(str(value).split())
+
+
+def execute(statement: Statement, name: str, namespace: dict[str, Any]) -> None:
+    """Run a statement, and see that what comes is what was said."""
+    node, where = statement.node, f"{name}:{statement.line}"
+    with contextlib.ExitStack() as stack:
+        if statement.in_scope:
+            stack.enter_context(namespace["strategy"].scope())
+        if statement.result is not None:
+            assert isinstance(node, ast.Expr), f"{where}: only an expression has a result"
+            value = eval(compile(ast.Expression(node.value), name, "eval", dont_inherit=True), namespace)
+            assert flat(value) == flat(statement.result), where
+            return
+        code = compile(ast.Module([node], []), name, "exec", dont_inherit=True)
+        if statement.error is None:
+            output = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            exec(code, namespace)
+            assert not statement.prints or flat(output.getvalue()) == flat(statement.prints), where
+            return
+        kind: type[Exception] = getattr(errors, statement.error, None) or getattr(builtins, statement.error)
+        with pytest.raises(kind) as caught:
+            exec(code, namespace)
+    assert caught.type is kind, f"{where}: a {caught.type.__name__}, which is more special"
+    said, pattern = flat(caught.value), ".*".join(re.escape(part.strip()) for part in statement.message.split("..."))
+    assert re.search(pattern, said), f"{where}: {said}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_what_a_document_shows(name: str) -> None:
+    """All that it shows can be run, gives what it says, and leaves nothing behind."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}  # a script's: its functions and classes travel by value
+    found = list(statements((ROOT / name).read_text(encoding="utf-8")))
+    assert [s for s in found if s.error], "no error is shown"
+    try:
+        for statement in found:
+            execute(statement, name, namespace)
+    finally:
+        if isinstance(strategy := namespace.get("strategy"), ParameterServerStrategy):
+            strategy.close()
+        cluster: LocalCluster | None = namespace.get("cluster")
+        pids = cluster.pids if cluster is not None else {}
+        if cluster is not None:
+            cluster.stop()
+    assert pids
+    assert all(is_gone(pid) for pid in pids.values())
+
+
+WRONG = [
+    ("1 + 1  # -> 3", AssertionError),
+    ("x = 1  # -> 1", AssertionError),
+    ("1 + 1  # raises ValueError", pytest.fail.Exception),
+    ("int('a')  # raises ValueError: some other message", AssertionError),
+    ("[][0]  # raises LookupError", AssertionError),
+    ("[][0]", IndexError),
+    ("print(1)\n```\n\nprints\n\n    2", AssertionError),
+]
+
+
+@pytest.mark.parametrize(("line", "error"), WRONG, ids=[line for line, _ in WRONG])
+def test_what_does_not_hold_is_found(line: str, error: type[BaseException]) -> None:
+    """The test of the documents fails where what they show is not so."""
+    (statement,) = statements(f"# Title\n\n```python\n{line}\n```\n")
+    assert statement.line == 4
+    with pytest.raises(error):
+        execute(statement, "a document", {})
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_and_lines(name: str) -> None:
+    """A document is in the README's list, its links to files lead somewhere, and its lines are not too long."""
+    path = ROOT / name
+    assert f"({name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if len(line) > 120] == []
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert [link for link in links if link and not (path.parent / link).exists()] == []
