@@ -89,9 +89,15 @@ class Layout:
         return [by_name[name] for name in self.fields]
 
 
+_record_classes: dict[type, bool] = {}  # structures are walked leaf by leaf, and most leaves are of few classes
+
+
 def is_record_class(cls: type) -> bool:
     """A dataclass, or a class of named tuples?"""
-    return dataclasses.is_dataclass(cls) or _is_named_tuple(cls)
+    known = _record_classes.get(cls)
+    if known is None:
+        known = _record_classes[cls] = dataclasses.is_dataclass(cls) or _is_named_tuple(cls)
+    return known
 
 
 def _is_named_tuple(cls: type) -> bool:

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from pscluster.core.errors import (
 )
 from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, unpack, view
 from pscluster.core.rpc import Stub
+from pscluster.ps.plans import MAX_PLANS, Array, ReadPlan, WholeVariable
 from pscluster.ps.service import SERVICE, SESSION_BYTES
 from pscluster.ps.store import partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
@@ -56,7 +57,8 @@ class ReadPart:
 
     server: int
     item: ps_pb2.ReadItem
-    out: memoryview  # flat, writable, exactly as long as the answer
+    size: int  # bytes of the answer
+    land: memoryview | Callable[[memoryview], None]  # where they go: so many bytes, or who takes them all at once
     ids: npt.NDArray[np.int64] | None = None
 
 
@@ -252,6 +254,7 @@ class PsClient:
         self._sequences = _Sequences()
         self._closed = False
         self._pulled = self._pushed = 0
+        self._plans: dict[tuple[int, ...], ReadPlan] = {}
         self._bulk_threads = ThreadPoolExecutor(max(4, len(peers)), thread_name_prefix="ps-bulk")
 
     @property
@@ -286,32 +289,36 @@ class PsClient:
 
     def _retrying(self, server: _Server, attempt: Callable[[], Any]) -> Any:
         """Repeat what fails because the server can't be reached, until `retry_seconds` behind the first failure."""
-        failing_since: float | None = None  # not since the beginning: the first attempt may have been a long transfer
+        try:
+            return self._once(server, attempt)
+        except PSUnavailableError:
+            raise
+        except UnavailableError:
+            # Patience counts from here, not from the beginning: the first attempt may have been a long transfer.
+            return self._retry(server, attempt, time.monotonic())
 
-        def once() -> Any:
-            if failing_since is not None:
-                server.check_incarnation()  # where nobody serves any more, an attempt may take long to find out
-            try:
-                return attempt()
-            except grpc.RpcError as error:
-                failure = from_rpc(error, str(server.peer))
-            except (UnavailableError, StaleError) as error:
-                failure = error
-            if isinstance(failure, StaleError):
-                server.check_incarnation()  # a server that was restarted knows nothing of the job
-            if not isinstance(failure, UnavailableError) or isinstance(failure, PSUnavailableError):
-                raise failure
-            function = current_function()
-            if function is not None:
-                function.check()
-            server.drop_sessions()
+    @staticmethod
+    def _once(server: _Server, attempt: Callable[[], Any]) -> Any:
+        try:
+            return attempt()
+        except grpc.RpcError as error:
+            failure = from_rpc(error, str(server.peer))
+        except (UnavailableError, StaleError) as error:
+            failure = error
+        if isinstance(failure, StaleError):
+            server.check_incarnation()  # a server that was restarted knows nothing of the job
+        if not isinstance(failure, UnavailableError) or isinstance(failure, PSUnavailableError):
             raise failure
+        function = current_function()
+        if function is not None:
+            function.check()
+        server.drop_sessions()
+        raise failure
 
-        def too_long(_state: tenacity.RetryCallState) -> bool:
-            nonlocal failing_since
-            now = time.monotonic()
-            failing_since = now if failing_since is None else failing_since
-            return now - failing_since >= self._retry_seconds
+    def _retry(self, server: _Server, attempt: Callable[[], Any], failing_since: float) -> Any:
+        def again() -> Any:
+            server.check_incarnation()  # where nobody serves any more, an attempt may take long to find out
+            return self._once(server, attempt)
 
         try:
             return tenacity.Retrying(
@@ -319,8 +326,8 @@ class PsClient:
                     lambda e: isinstance(e, UnavailableError) and not isinstance(e, PSUnavailableError)
                 ),
                 wait=tenacity.wait_random_exponential(multiplier=0.02, max=1.0),
-                stop=too_long,
-            )(once)
+                stop=lambda _: time.monotonic() - failing_since >= self._retry_seconds,
+            )(again)
         except tenacity.RetryError as error:
             last = error.last_attempt.exception()
             raise PSUnavailableError(
@@ -328,26 +335,21 @@ class PsClient:
                 f"({last})"
             ) from None
 
-    def _exchange(
-        self,
-        requests: dict[int, tuple[ps_pb2.Request, list[Buffer]]],
-        finish: Callable[[int, ps_pb2.Reply, memoryview], None],
-    ) -> None:
-        """Small requests: sent to all servers, then answered by each in turn."""
+    def _exchange(self, requests: Mapping[int, bytes], finish: Callable[[int, ps_pb2.Reply, memoryview], None]) -> None:
+        """Small requests, by server, packed: sent to all servers, then answered by each in turn."""
         begun: dict[int, _Session] = {}
         try:
-            for index, (request, buffers) in requests.items():
-                request.total_bytes, request.last = sum(len(buffer) for buffer in buffers), True
+            for index, data in requests.items():
                 session = begun[index] = self._servers[index].take_session()
-                session.send(pack(request, buffers), self._timeout)
+                session.send(data, self._timeout)
         except BaseException:
             for session in begun.values():
                 session.close()  # a reply that nobody takes off must not meet the next request
             raise
         failure: BaseException | None = None
-        for index, (request, buffers) in requests.items():
+        for index, data in requests.items():
             try:
-                self._finish_exchange(index, begun.pop(index), request, buffers, finish)
+                self._finish_exchange(index, begun.pop(index), data, finish)
             except BaseException as error:  # the other servers' replies must still be taken off their sessions
                 failure = failure or error
         if failure is not None:
@@ -357,8 +359,7 @@ class PsClient:
         self,
         index: int,
         session: _Session,
-        request: ps_pb2.Request,
-        buffers: list[Buffer],
+        request: bytes,
         finish: Callable[[int, ps_pb2.Reply, memoryview], None],
     ) -> None:
         server = self._servers[index]
@@ -369,7 +370,7 @@ class PsClient:
                 mine = first.pop()
             else:
                 mine = server.take_session()
-                mine.send(pack(request, buffers), self._timeout)
+                mine.send(request, self._timeout)
             try:
                 data = mine.receive()
             except BaseException:
@@ -404,41 +405,74 @@ class PsClient:
         by_server: defaultdict[int, list[ReadPart]] = defaultdict(list)
         for part in parts:
             by_server[part.server].append(part)
-        small: dict[int, tuple[ps_pb2.Request, list[Buffer]]] = {}
+        small: dict[int, bytes] = {}
         large: dict[int, Callable[[], object]] = {}
         for index, mine in by_server.items():
             request = ps_pb2.Request(read=ps_pb2.ReadRequest(job=self.job, items=[part.item for part in mine]))
             buffers = _padded(view(part.ids) for part in mine if part.ids is not None)
-            answer = sum(len(part.out) + padding(len(part.out)) for part in mine)
-            if answer <= SESSION_BYTES and sum(map(len, buffers)) <= SESSION_BYTES:
-                small[index] = request, buffers
+            answer = sum(part.size + padding(part.size) for part in mine)
+            request.last, request.total_bytes = True, sum(map(len, buffers))
+            if answer <= SESSION_BYTES and request.total_bytes <= SESSION_BYTES:
+                small[index] = pack(request, buffers)
             else:
                 large[index] = self._pull(index, request, buffers, mine)
 
         def finish(index: int, reply: ps_pb2.Reply, payload: memoryview) -> None:
-            sink = _Sink(by_server[index])
-            sink.add(reply, payload)
-            sink.check_full()
+            _land(by_server[index], reply, payload)
 
         if small:
             self._exchange(small, finish)
         if large:
             self._on_each(large)
-        self._pulled += sum(len(part.out) for part in parts)
+        self._pulled += sum(part.size for part in parts)
         self._pushed += sum(part.ids.nbytes for part in parts if part.ids is not None)
+
+    def read_planned(self, variables: Sequence[int], describe: Callable[[], list[WholeVariable]]) -> list[Array] | None:
+        """The values of whole variables, in small requests that are prepared once; None if they are too large.
+
+        Args:
+            variables: their ids.
+            describe: called for what they are, the first time.
+        """
+        key = tuple(variables)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = ReadPlan(self.job, describe())
+            while len(self._plans) >= MAX_PLANS:
+                self._plans.pop(next(iter(self._plans)), None)
+            self._plans[key] = plan
+        if max(plan.sizes.values(), default=0) > SESSION_BYTES:
+            return None
+        self._check_open()
+        function = current_function()
+        if function is not None:
+            function.check()
+        payloads: dict[int, memoryview] = {}
+
+        def finish(index: int, reply: ps_pb2.Reply, payload: memoryview) -> None:
+            plan.check(index, reply, payload)
+            payloads[index] = payload
+
+        self._exchange(plan.requests, finish)
+        self._pulled += plan.moved
+        return plan.results(payloads)
 
     def _pull(
         self, index: int, request: ps_pb2.Request, buffers: list[Buffer], parts: list[ReadPart]
     ) -> Callable[[], None]:
         server = self._servers[index]
-        request.last, request.total_bytes = True, sum(map(len, buffers))
-        timeout = self._timeout + sum(len(part.out) for part in parts) / _SLOWEST_BYTES_PER_SECOND
+        timeout = self._timeout + sum(part.size for part in parts) / _SLOWEST_BYTES_PER_SECOND
+        # Those that take all of their bytes at once get them from a buffer.
+        whole = [part.land if isinstance(part.land, memoryview) else memoryview(bytearray(part.size)) for part in parts]
 
         def attempt() -> None:
-            sink = _Sink(parts)
+            sink = _Sink(whole)
             for data in server.bulk.pull(pack(request, buffers), metadata=server.metadata, timeout=timeout):
                 sink.add(*unpack(data, ps_pb2.Reply))
             sink.check_full()
+            for part, values in zip(parts, whole, strict=True):
+                if not isinstance(part.land, memoryview):
+                    part.land(values)
 
         return lambda: self._retrying(server, attempt)
 
@@ -454,7 +488,7 @@ class PsClient:
         for part in parts:
             by_server[part.server].append(part)
         number, settled = (0, 0) if function is not None and function.function else self._sequences.take()
-        small: dict[int, tuple[ps_pb2.Request, list[Buffer]]] = {}
+        small: dict[int, bytes] = {}
         large: dict[int, Callable[[], object]] = {}
         try:
             for index, mine in by_server.items():
@@ -474,8 +508,10 @@ class PsClient:
                     for segment in ((view(part.ids), part.values) if part.ids is not None else (part.values,))
                 ]
                 buffers = _padded(segments)
-                if sum(map(len, buffers)) <= SESSION_BYTES:
-                    small[index] = request, buffers
+                request.total_bytes = sum(map(len, buffers))
+                if request.total_bytes <= SESSION_BYTES:
+                    request.last = True
+                    small[index] = pack(request, buffers)
                 else:
                     large[index] = self._push(index, request, buffers)
             if small:
@@ -616,11 +652,27 @@ class PsClient:
         return result
 
 
+def _land(parts: Sequence[ReadPart], reply: ps_pb2.Reply, payload: memoryview) -> None:
+    """Put the bytes of a reply of one message where they belong."""
+    at = 0
+    for part in parts:
+        values = payload[at : at + part.size]
+        if len(values) != part.size:
+            break
+        if isinstance(part.land, memoryview):
+            part.land[:] = values
+        else:
+            part.land(values)
+        at += part.size + padding(part.size)
+    if at != len(payload) or not reply.last:
+        raise UnavailableError(f"the reply of {len(payload)} bytes is not what was asked for")
+
+
 class _Sink:
     """Puts the bytes of a read's reply where they belong. They come in order, cut anywhere."""
 
-    def __init__(self, parts: Sequence[ReadPart]) -> None:
-        self._targets = [target for part in parts for target in (part.out, padding(len(part.out)))]
+    def __init__(self, targets: Sequence[memoryview]) -> None:
+        self._targets = [item for target in targets for item in (target, padding(len(target)))]
         self._which = 0
         self._done = 0
         self._last = False

@@ -9,7 +9,7 @@ import grpc
 from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.drain import Drain
 from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, kind_of
-from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, pieces, unpack
+from pscluster.core.frames import Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.node import Role
 from pscluster.ps.store import Payload, Store
@@ -17,8 +17,11 @@ from pscluster.v1 import node_pb2, ps_pb2
 
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
 
-SESSION_BYTES = CHUNK_BYTES
-"""Payload of the largest request or reply on a session, in one message; what is larger is pulled or pushed."""
+SESSION_BYTES = 4 << 20
+"""Payload of the largest request or reply on a session, in one message; what is larger is pulled or pushed.
+
+To begin a stream of its own costs as much as some MiB in one message (10,000 rows of 64 floats: 1.6 times as fast).
+"""
 
 _MAX_PUSH_BYTES = 1 << 46  # what is received is bounded by the items' sizes; this bounds the declaration
 
@@ -58,17 +61,23 @@ class ParameterServerService:
     def session(self, requests: Iterator[bytes], _context: grpc.ServicerContext) -> Iterator[bytes]:
         """Small requests, answered in order. A refused one does not end the session."""
         for data in requests:
-            request, payload = unpack(data, ps_pb2.Request)
-            reply, buffers = ps_pb2.Reply(id=request.id, last=True), list[Buffer]()
-            try:
-                if not request.last or request.total_bytes != len(payload):
-                    raise ProtocolError("a session's request has one frame, marked as the last")
-                with self.drain.passing():
-                    buffers = self._answer(request, payload, reply)
-            except PsClusterError as error:
-                reply.refusal.kind, reply.refusal.message = kind_of(error)[0], str(error)
-            reply.total_bytes = sum(len(buffer) for buffer in buffers)
-            yield pack(reply, buffers)
+            prepared = self._role.store.prepared(data)
+            yield self._reply(data) if prepared is None else prepared.reply()
+
+    def _reply(self, data: bytes) -> bytes:
+        request, payload = unpack(data, ps_pb2.Request)
+        reply, buffers = ps_pb2.Reply(id=request.id, last=True), list[Buffer]()
+        try:
+            if not request.last or request.total_bytes != len(payload):
+                raise ProtocolError("a session's request has one frame, marked as the last")
+            with self.drain.passing():
+                buffers = self._answer(request, payload, reply)
+            if request.HasField("read") and not payload:
+                self._role.store.prepare(data, request.read)
+        except PsClusterError as error:
+            reply.refusal.kind, reply.refusal.message = kind_of(error)[0], str(error)
+        reply.total_bytes = sum(len(buffer) for buffer in buffers)
+        return pack(reply, buffers)
 
     def _answer(self, request: ps_pb2.Request, payload: memoryview, reply: ps_pb2.Reply) -> list[Buffer]:
         store, chunks = self._role.store, Payload([payload])

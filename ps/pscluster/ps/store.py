@@ -37,6 +37,7 @@ from pscluster.core.frames import CHUNK_BYTES, Buffer, padding, view
 from pscluster.core.geometry import AxisSlice, Partition
 from pscluster.ps.birth import born, filler, no_handles
 from pscluster.ps.ledger import Ledger, Origin
+from pscluster.ps.plans import MAX_PLANS, MAX_REQUEST_BYTES, PreparedRead
 from pscluster.ps.rules import (
     RULES,
     UpdateRule,
@@ -168,6 +169,7 @@ class Store:
         self._ledger = Ledger()
         self._variables: dict[int, HeldVariable] = {}
         self._optimizers: dict[int, HeldOptimizer] = {}
+        self._prepared: dict[bytes, PreparedRead] = {}
         self._births: dict[int, threading.Lock] = {}  # by variable, held while its shards are made
 
     # The directory
@@ -275,6 +277,7 @@ class Store:
             for number, held in list(self._variables.items()):
                 if held.spec.name == name:
                     del self._variables[number]
+                    self._prepared.clear()
 
     def describe(self, variables: Sequence[str], optimizers: Sequence[str]) -> ps_pb2.DescribeReply:
         """What the directory knows of these names. UnknownVariableError names the first unknown one."""
@@ -400,6 +403,23 @@ class Store:
             if padding(source.size):
                 yield bytes(padding(source.size))
             at = next_at
+
+    def prepared(self, request: bytes) -> PreparedRead | None:
+        """What answers this request, byte for byte one that was prepared."""
+        return self._prepared.get(request) if len(request) <= MAX_REQUEST_BYTES else None  # to hash it takes time, too
+
+    def prepare(self, data: bytes, request: ps_pb2.ReadRequest) -> None:
+        """Keep what answers a request that was just answered, if it is for whole arrays of variables only."""
+        if len(data) > MAX_REQUEST_BYTES or any(item.slot or not item.rows.all for item in request.items):
+            return
+        with self._lock:
+            try:
+                shards = [self._shard(item.variable, item.shard)[1] for item in request.items]
+            except UnknownVariableError:  # deleted since
+                return
+            while len(self._prepared) >= MAX_PLANS:
+                del self._prepared[next(iter(self._prepared))]
+            self._prepared[data] = PreparedRead([(shard.lock, view(shard.array)) for shard in shards])
 
     def _check_ids(self, variable: int, table: Array, ids: Ids) -> None:
         rows = table.shape[0]

@@ -423,7 +423,11 @@ class _Sums:
             layer += 1
             active = int(np.searchsorted(fewer, -layer))
         for index in range(active):
-            self._add_all(totals[index], order[starts[index] + layer : starts[index] - fewer[index]])
+            positions = order[starts[index] + layer : starts[index] - fewer[index]]
+            if len(positions) <= _FEW:
+                _add_rows(totals[index], self._rows, positions.tolist())
+            else:
+                self._add_all(totals[index], positions)
         _items(out)[several] = _items(totals)
 
     def _add_all(self, total: Array, positions: Ids) -> None:
