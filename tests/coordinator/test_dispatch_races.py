@@ -204,7 +204,9 @@ class Straw:
         step = worker_pb2.Step(definition=function.digest)
         encode_call((), {}, into=step.arguments)
         value = RemoteValue(function.name, no_handle)
-        self.dispatcher.submit(Call(step, function, [memoryview(bytes(size))] if size else [], weakref.ref(value)))
+        self.dispatcher.submit(
+            Call(function, weakref.ref(value), step.arguments, [memoryview(bytes(size))] if size else [])
+        )
         return value
 
     def state(self, index: int) -> list[int]:
@@ -393,7 +395,7 @@ def test_arguments_too_large_for_a_message_are_refused(
             into=step.arguments,
             remote=lambda leaf, _: dispatch.placeholder("x") if isinstance(leaf, RemoteValue) else None,
         )
-        return Call(step, function, [], weakref.ref(value), dict(waiting)), value
+        return Call(function, weakref.ref(value), step.arguments, [], dict(waiting)), value
 
     async def scenario() -> None:
         await cluster.start()

@@ -100,7 +100,15 @@ class ClusterCoordinator:
         if not isinstance(kwargs, Mapping | None):
             raise TypeError(f"kwargs must be a dict of arguments, not a {type(kwargs).__name__}")
         function = self._capture(fn)
-        step = worker_pb2.Step(definition=function.digest)
+        result = RemoteValue(function.name, self._handle_of)
+        call = Call(function, weakref.ref(result))
+        if args or kwargs:
+            self._encode(call, args or (), dict(kwargs or {}))
+        self._dispatcher.submit(call)
+        return result
+
+    def _encode(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Put the arguments, as they are now, into a call."""
         waiting: dict[str, RemoteValue] = {}
 
         def remote(leaf: Any, _attachments: object) -> value_pb2.Value | None:
@@ -124,22 +132,19 @@ class ClusterCoordinator:
             classes[known.digest] = known
             return known.digest
 
-        if args or kwargs:
-            encode_call(
-                args or (),
-                dict(kwargs or {}),
-                attachments=attachments,
-                remote=remote,
-                define=define,
-                into=step.arguments,
-                handles=handles,
-            )
+        call.arguments = value_pb2.Value()
+        encode_call(
+            args,
+            kwargs,
+            attachments=attachments,
+            remote=remote,
+            define=define,
+            into=call.arguments,
+            handles=handles,
+        )
         # The caller may change its arrays once this has returned.
-        copies = [memoryview(bytes(attachment)) for attachment in attachments]
-        result = RemoteValue(function.name, self._handle_of)
-        call = Call(step, function, copies, weakref.ref(result), waiting, classes, define, handles)
-        self._dispatcher.submit(call)
-        return result
+        call.attachments = [memoryview(bytes(attachment)) for attachment in attachments]
+        call.remote, call.classes, call.define, call.handles = waiting, classes, define, handles
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until every scheduled function has ended.

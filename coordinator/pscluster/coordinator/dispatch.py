@@ -16,9 +16,10 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -64,22 +65,39 @@ MAX_DEFINITIONS = 1024
 
 Outcome = worker_pb2.Outcome
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def _nothing() -> Mapping[str, Any]:
+    return _NOTHING
+
+
+_STEP_BYTES = 64  # of a step without arguments
+
 
 @dataclass(slots=True)
 class Call:
-    """What a task carries: the message that runs it, its large arrays, and who waits for the result."""
+    """What a task carries: the function, its arguments, and who waits for the result.
 
-    step: worker_pb2.Step
+    A million of them may be queued: what is empty is shared, and the message is made when it is sent.
+    """
+
     function: CapturedFunction
-    attachments: list[memoryview]
     result: weakref.ref[RemoteValue]
-    # RemoteValues among the arguments, by the key of their placeholder.
-    arguments: dict[str, RemoteValue] = field(default_factory=dict)
-    # Classes of dataclass arguments, which the worker may have to be given; and what adds to them.
-    classes: dict[str, CapturedFunction] = field(default_factory=dict)
+    arguments: value_pb2.Value | None = None
+    attachments: list[memoryview] | tuple[()] = ()  # large arrays among them
+    # RemoteValues among them, by the key of their placeholder.
+    remote: Mapping[str, RemoteValue] = field(default_factory=_nothing)
+    # Classes of dataclasses among them, which the worker may have to be given; and what adds to them.
+    classes: Mapping[str, CapturedFunction] = field(default_factory=_nothing)
     define: ClassDefiner | None = None
-    # Handles among the arguments: a per-worker iterator lives on the workers for as long as its handle does.
-    handles: list[Handle] = field(default_factory=list)
+    # Handles among them: a per-worker iterator lives on the workers for as long as its handle does.
+    handles: Sequence[Handle] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes in the message that runs it, about."""
+        return _STEP_BYTES if self.arguments is None else _STEP_BYTES + self.arguments.ByteSize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +151,7 @@ class Dispatcher:
         self._links = [LinkState(peer, asyncio.Event()) for peer in workers]
         self._resources: dict[int, ResourceRecipe] = {}
         self._wake_asked = False
+        self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
         self._jobs: list[asyncio.Task[None]] = []
 
@@ -140,8 +159,8 @@ class Dispatcher:
 
     def submit(self, call: Call) -> None:
         """Enter a function. Blocks while the queue is full; raises the pending error, or that of the cluster."""
-        blockers = list(call.arguments.values())
-        if (size := call.step.ByteSize()) > MAX_INLINE_BYTES:
+        blockers = list(call.remote.values())
+        if (size := call.size) > MAX_INLINE_BYTES:
             raise TypeError(_too_large(size))
         # The lock and not its condition: entering that is Python code, where Ctrl-C could leave it locked for ever.
         with self._lock:
@@ -274,11 +293,18 @@ class Dispatcher:
             self._changed.notify_all()
 
     def _wake_hungry(self) -> None:
+        """Wake those who may take something: as many idle workers as there are tasks, in turn, or all."""
+        hungry = [index for index, link in enumerate(self._links) if link.hungry]
         with self._lock:
             self._wake_asked = False
-        for link in self._links:
-            if link.hungry:
-                link.wake.set()
+            count = self._scheduler.queued
+            # These take one for certain; whoever has something may have no room.
+            idle = [index for index in hungry if self._links[index].up and not self._scheduler.workers[index].sent]
+        if len(idle) >= count:
+            self._turn += 1
+            hungry = [idle[(self._turn + place) % len(idle)] for place in range(count)]
+        for index in hungry:
+            self._links[index].wake.set()
 
     def _wake_all(self) -> None:
         for link in self._links:
@@ -438,10 +464,14 @@ class Dispatcher:
     def _message(self, index: int, task: Task[Call]) -> worker_pb2.Step:
         if not self._has(index, task):  # recalled: the worker will pass over it
             return worker_pb2.Step()
-        step = task.payload.step
-        step.function, step.attempt = task.id, task.attempts
-        step.want_result = task.payload.result() is not None
-        return step
+        call = task.payload
+        return worker_pb2.Step(
+            function=task.id,
+            attempt=task.attempts,
+            definition=call.function.digest,
+            arguments=call.arguments,
+            want_result=call.result() is not None,
+        )
 
     async def _prepare(
         self,
@@ -758,19 +788,19 @@ def _fill_arguments(call: Call) -> None:
     Raises:
         TypeError: with them the arguments can't be sent.
     """
-    if not call.arguments:
+    if not call.remote or call.arguments is None or isinstance(call.attachments, tuple):
         return
-    todo = [call.step.arguments]
+    todo = [call.arguments]
     while todo:
         value = todo.pop()
         kind = value.WhichOneof("kind")
         if kind == "handle" and value.handle.kind == PLACEHOLDER:
-            message, buffers = call.arguments[value.handle.key]._encoded()
+            message, buffers = call.remote[value.handle.key]._encoded()
             value.CopyFrom(splice(message, buffers, call.attachments, define=call.define))
         else:
             todo += children(value, kind)
-    if (size := call.step.ByteSize()) > MAX_INLINE_BYTES:
+    if (size := call.size) > MAX_INLINE_BYTES:
         raise TypeError(_too_large(size))
-    if nesting(call.step.arguments) > MAX_DEPTH:
+    if nesting(call.arguments) > MAX_DEPTH:
         raise TypeError(f"with the values of RemoteValues its arguments are nested more than {MAX_DEPTH} levels deep")
-    call.arguments = {}
+    call.remote = _NOTHING

@@ -164,7 +164,8 @@ class Scheduler(Generic[P]):
     def take(self, index: int) -> list[Task[P]]:
         """The next tasks for a worker: as many as fit its window, but no more than its share of the queue.
 
-        What would only wait here is left to workers that have nothing: nobody knows how long it would wait.
+        What would only wait here is left to workers that have nothing: nobody knows how long it would wait. Nothing
+        is sent before there is room for half a window, so that a message brings several.
         """
         worker = self.workers[index]
         if not worker.up or not self._queue:
@@ -172,6 +173,8 @@ class Scheduler(Generic[P]):
         up = sum(other.up for other in self.workers)
         count = min(worker.window - len(worker.sent), math.ceil(len(self._queue) / up))
         if worker.sent:
+            if worker.window - len(worker.sent) < worker.window // 2:
+                return []
             count = min(count, len(self._queue) - sum(other.up and not other.sent for other in self.workers))
         batch: list[Task[P]] = []
         size = 0
