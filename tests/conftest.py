@@ -52,6 +52,29 @@ def wait_for_file(path: str) -> None:
         time.sleep(0.002)
 
 
+class OpenCall:
+    """The context of a call that somebody waits for, until `end`."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[], None]] = []
+        self._active = True
+
+    def is_active(self) -> bool:
+        """Whether it goes on."""
+        return self._active
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """To be called at its end."""
+        self._callbacks.append(callback)
+        return self._active
+
+    def end(self) -> None:
+        """The caller has gone."""
+        self._active = False
+        for callback in self._callbacks:
+            callback()
+
+
 class Gate:
     """What steps wait at, with `wait_for_file(gate.path)`, until the test opens it."""
 

@@ -172,8 +172,8 @@ def test_dense_and_sparse_in_turn(cutting: ParameterServerStrategy, name: str) -
 
 def test_large_gradients(cutting: ParameterServerStrategy) -> None:
     """Gradients of megabytes, which are streamed, do the same."""
-    value = np.linspace(-1, 1, 900_000, dtype=np.float32).reshape(-1, 3)
-    gradient = np.cos(np.arange(900_000, dtype=np.float32)).reshape(-1, 3)
+    value = np.linspace(-1, 1, 2_700_000, dtype=np.float32).reshape(-1, 3)
+    gradient = np.cos(np.arange(2_700_000, dtype=np.float32)).reshape(-1, 3)
     with cutting.scope():
         optimizer, variable = optimizers.Adam(0.01), Variable(value)
     twin = Adam(value, 0.01)

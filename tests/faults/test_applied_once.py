@@ -143,7 +143,7 @@ def test_killed_in_a_large_update() -> None:
     """An update that travels in frames is applied whole or not at all, and once, wherever its sender dies."""
     with running_job(num_ps=2, num_workers=2, shards=2) as job:
         with job.strategy.scope():
-            large = Variable(np.zeros((2, 400_000), np.float32), name="large")  # 1.6 MB on each server
+            large = Variable(np.zeros((2, 1_300_000), np.float32), name="large")  # 5.2 MB on each server
         folder = job.folder
 
         def step(number: int) -> int:
@@ -205,7 +205,7 @@ def holds(variable: Variable, value: float) -> bool:
     return bool(np.all(variable.numpy() == value))
 
 
-@pytest.mark.parametrize("rows", [4, 400_000], ids=["on a session", "in frames"])
+@pytest.mark.parametrize("rows", [4, 1_300_000], ids=["on a session", "in frames"])
 def test_an_answer_that_is_lost(rows: int) -> None:
     """A client that had no answer sends its update again; the server, which had applied it, only answers."""
     with job_behind_proxies("ps") as (job, (proxy,)):
@@ -231,7 +231,7 @@ def test_connections_cut_at_any_moment() -> None:
     with job_behind_proxies("ps") as (job, (proxy,)):
         with job.strategy.scope():
             small = Variable(np.zeros(4, np.float32), name="small")
-            large = Variable(np.zeros(600_000, np.float32), name="large")
+            large = Variable(np.zeros(1_300_000, np.float32), name="large")
         over = threading.Event()
         cuts = 0
 

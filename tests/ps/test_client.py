@@ -11,7 +11,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, OpenCall
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.channels import PeerAddress
@@ -241,7 +241,7 @@ def test_a_pull_that_is_given_up_holds_nothing() -> None:
     size = 4 << 20
     spec = ps_pb2.VariableSpec(id=1, name="w", dtype="uint8", shape=[size], splits=[ps_pb2.AxisSplit(ends=[size])])
     spec.owners.append(0)
-    context = cast(grpc.ServicerContext, None)
+    context = cast(grpc.ServicerContext, OpenCall())
     create = ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec), total_bytes=size, last=True)
     service.push(iter([pack(create, [bytes(size)])]), context)
     (shard,) = role.store._variables[1].shards.values()

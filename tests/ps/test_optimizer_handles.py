@@ -176,10 +176,10 @@ class TestRules:
 
     def test_large_gradients_in_pieces(self) -> None:
         """A gradient that is streamed gives what it gives at once."""
-        start = np.random.default_rng(0).normal(size=(700, 1000)).astype(np.float32)
+        start = np.random.default_rng(0).normal(size=(3500, 1000)).astype(np.float32)
         variable, optimizer, pure = make(start), optimizers.Adam(0.1), Pure(rules.Adam(0.1), start)
         gradient = np.random.default_rng(1).normal(size=start.shape).astype(np.float32)
-        ids = np.random.default_rng(2).integers(0, 700, 900)
+        ids = np.random.default_rng(2).integers(0, 3500, 3700)
         for each in (gradient, IndexedSlices(np.concatenate((gradient, gradient[:200])), ids)):
             optimizer.apply_gradients([(each, variable)])
             pure.apply(each)

@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.conftest import OpenCall
 
 from pscluster.core.errors import PsClusterError
 from pscluster.core.frames import pack, padding, unpack
@@ -22,7 +23,7 @@ from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2
 
 JOB = 77
-NO_CONTEXT = cast("grpc.ServicerContext", None)
+CONTEXT = cast("grpc.ServicerContext", OpenCall())
 ALLOCATES = 4 << 20
 """No request here, however large what it declares, needs more."""
 
@@ -62,11 +63,11 @@ class Server:
 
     def push(self, request: ps_pb2.Request, payload: bytes) -> ps_pb2.Reply:
         """Send it as one frame of a Push."""
-        return unpack(self.service.push(iter([pack(request, [payload])]), NO_CONTEXT), ps_pb2.Reply)[0]
+        return unpack(self.service.push(iter([pack(request, [payload])]), CONTEXT), ps_pb2.Reply)[0]
 
     def session(self, request: ps_pb2.Request, payload: bytes) -> tuple[ps_pb2.Reply, bytes]:
         """Send it on a session."""
-        (data,) = self.service.session(iter([pack(request, [payload])]), NO_CONTEXT)
+        (data,) = self.service.session(iter([pack(request, [payload])]), CONTEXT)
         reply, answer = unpack(data, ps_pb2.Reply)
         return reply, bytes(answer)
 
@@ -291,7 +292,7 @@ def test_almost_right(case: tuple[ps_pb2.Request, bytes], pushed: bool) -> None:
         if request.HasField("read") and pushed:
             with contextlib.suppress(PsClusterError):
                 data = pack(request, [payload])
-                frames = [unpack(frame, ps_pb2.Reply) for frame in server.service.pull(data, NO_CONTEXT)]
+                frames = [unpack(frame, ps_pb2.Reply) for frame in server.service.pull(data, CONTEXT)]
                 assert frames[0][0].total_bytes == sum(len(answer) for _, answer in frames)
                 assert [head.last for head, _ in frames] == [False] * (len(frames) - 1) + [True]
         elif pushed:
@@ -316,4 +317,4 @@ def test_bytes_on_a_session(data: bytes) -> None:
     """A session on which something comes that is no request ends with an error of ours."""
     server = Server()
     with modest(), contextlib.suppress(PsClusterError):
-        list(server.service.session(iter([data]), NO_CONTEXT))
+        list(server.service.session(iter([data]), CONTEXT))

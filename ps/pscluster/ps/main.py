@@ -18,17 +18,20 @@ from pscluster.core.serving import (
     role_options,
     run_role,
 )
+from pscluster.ps.budget import DEFAULT_MIB
 from pscluster.ps.service import SERVICE, ParameterServerRole, ParameterServerService
 
 logger = logging.getLogger(__name__)
 
 
-def serve_ps(index: int, address: str, options: RoleOptions) -> Callable[[StopRequest], Callable[[], None]]:
+def serve_ps(
+    index: int, address: str, options: RoleOptions, in_flight_mib: int = DEFAULT_MIB
+) -> Callable[[StopRequest], Callable[[], None]]:
     """What `run_role` starts: a parameter server that listens on `address`."""
 
     def serve(stop: StopRequest) -> Callable[[], None]:
         role = ParameterServerRole(index)
-        service = ParameterServerService(role)
+        service = ParameterServerService(role, in_flight_mib << 20)
         server = RoleServer(
             make_identity("ps", index),
             role,
@@ -52,12 +55,20 @@ def serve_ps(index: int, address: str, options: RoleOptions) -> Callable[[StopRe
 
 
 @click.command("ps", help="Run a parameter server: the task that TF_CONFIG names.")
+@click.option(
+    "--in-flight-mib",
+    envvar="PSCLUSTER_IN_FLIGHT_MIB",
+    default=DEFAULT_MIB,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Memory for large requests in flight, in MiB; beyond it clients wait. Or $PSCLUSTER_IN_FLIGHT_MIB.",
+)
 @role_options
-def command(options: RoleOptions) -> None:
+def command(options: RoleOptions, in_flight_mib: int) -> None:
     """Run this process' task."""
     config, index = own_task("ps")
     address = listen_address(config.cluster.task_address("ps", index), options)
-    run_role("ps", index, options, serve_ps(index, address, options))
+    run_role("ps", index, options, serve_ps(index, address, options, in_flight_mib))
 
 
 def main() -> None:

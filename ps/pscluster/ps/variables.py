@@ -739,7 +739,10 @@ def wrapped_ids(ids: Array, shape: tuple[int, ...], name: str) -> Array:
     if ids.size and (ids.min() < -rows or ids.max() >= rows):
         wrong = ids[(ids < -rows) | (ids >= rows)].reshape(-1)[0]
         raise IndexError(f"variable {name!r}: index {wrong} is out of range for axis 0 with {rows} rows")
-    wrapped: Array = np.where(ids < 0, ids + rows, ids) if ids.dtype.kind == "i" else ids
+    if ids.dtype.kind == "u":
+        return ids
+    ids = ids.astype(np.int64, copy=False)  # in a narrow type the sum may not fit
+    wrapped: Array = np.where(ids < 0, ids + rows, ids)
     return wrapped
 
 

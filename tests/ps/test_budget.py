@@ -1,0 +1,116 @@
+"""Memory for large requests in flight: who waits, who goes first, what is given back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+from tests.conftest import OpenCall, until
+
+from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.core.errors import PSUnavailableError
+from pscluster.ps.budget import Budget
+
+
+class Asker:
+    """A thread that wants memory, and keeps it until it is told."""
+
+    def __init__(self, budget: Budget, size: int) -> None:
+        self.call = OpenCall()
+        self.has = threading.Event()
+        self.gave_up = threading.Event()
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(budget, size))
+        self._thread.start()
+
+    def _run(self, budget: Budget, size: int) -> None:
+        try:
+            with budget.taken(size, self.call):
+                self.has.set()
+                self._enough.wait()
+        except PSUnavailableError:
+            self.gave_up.set()
+
+    def done(self) -> None:
+        """It needs it no more."""
+        self._enough.set()
+        self._thread.join()
+
+
+@contextmanager
+def asking(budget: Budget, *sizes: int) -> Iterator[list[Asker]]:
+    """Threads that ask in this order."""
+    with ExitStack() as stack:
+        askers = []
+        for size in sizes:
+            asker = Asker(budget, size)
+            stack.callback(asker.done)
+            askers.append(asker)
+            until(lambda: asker.has.is_set() or len(budget._queue) > 0, "it has asked")  # noqa: B023  (called here)
+            waiting = [each for each in askers if not each.has.is_set()]
+            until(lambda: len(budget._queue) == len(waiting), "all are in the queue")  # noqa: B023
+        yield askers
+
+
+def test_first_come_first_served() -> None:
+    """A small one does not overtake a large one that waits: that would wait for ever."""
+    budget = Budget(100)
+    with asking(budget, 60, 60, 10) as (first, second, third):
+        assert first.has.is_set()
+        assert not second.has.is_set()
+        assert not third.has.is_set()
+        first.done()
+        assert second.has.wait(60)
+        assert third.has.wait(60)
+        assert budget.used == 70
+    assert budget.used == 0
+
+
+def test_one_that_is_larger_than_all_goes_alone() -> None:
+    """Nobody is refused."""
+    budget = Budget(100)
+    with asking(budget, 10, 1000, 10) as (first, large, last):
+        assert not large.has.is_set()
+        first.done()
+        assert large.has.wait(60)
+        assert not last.has.is_set()
+        large.done()
+        assert last.has.wait(60)
+
+
+def test_who_gives_up_makes_room() -> None:
+    """A call that has ended, in the queue or before it came to it."""
+    budget = Budget(100)
+    with asking(budget, 60, 60, 10) as (first, second, third):
+        second.call.end()
+        assert second.gave_up.wait(60)
+        assert third.has.wait(60)
+        assert first.has.is_set()
+    ended = OpenCall()
+    ended.end()
+    with pytest.raises(PSUnavailableError), budget.taken(1, ended):
+        pass
+    assert (budget.used, len(budget._queue)) == (0, 0)
+
+
+def test_large_requests_beyond_the_budget() -> None:
+    """Reads and updates of more than a server may keep in flight wait for each other, and all come to their end."""
+    with (
+        LocalCluster(1, 4, log_level="ERROR", env={"PSCLUSTER_IN_FLIGHT_MIB": "1"}) as cluster,
+        ParameterServerStrategy(cluster) as strategy,
+    ):
+        with strategy.scope():
+            v = Variable(np.zeros((6 << 20) // 4, np.float32))
+
+        def step() -> bool:
+            value = strategy.read([v])[0]
+            v.assign_add(np.ones(len(value), np.float32))
+            return bool((value == value[0]).all())
+
+        coordinator = ClusterCoordinator(strategy)
+        results = [coordinator.schedule(step) for _ in range(40)]
+        assert all(coordinator.fetch(results, 100))
+        assert (v.numpy() == 40).all()
