@@ -90,16 +90,18 @@ class OptimizerSpec(_message.Message):
     def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., rule: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., flags: _Optional[_Mapping[str, bool]] = ..., iterations: _Optional[int] = ..., schedule: _Optional[str] = ..., ema_momentum: _Optional[float] = ..., options: _Optional[str] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("all", "slices", "ids", "leading")
+    __slots__ = ("all", "slices", "ids", "version", "leading")
     ALL_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     LEADING_FIELD_NUMBER: _ClassVar[int]
     all: bool
     slices: Slices
     ids: int
+    version: bool
     leading: int
-    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., leading: _Optional[int] = ...) -> None: ...
+    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., version: bool = ..., leading: _Optional[int] = ...) -> None: ...
 
 class AxisSlice(_message.Message):
     __slots__ = ("start", "step", "count")

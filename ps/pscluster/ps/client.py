@@ -42,6 +42,7 @@ from pscluster.core.errors import (
 )
 from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, unpack, view
 from pscluster.core.rpc import Stub
+from pscluster.ps.kept import Kept, Verdict, kept_bytes
 from pscluster.ps.plans import MAX_PLANS, Array, ReadPlan, WholeVariable
 from pscluster.ps.service import SERVICE, SESSION_BYTES
 from pscluster.ps.store import partition_of
@@ -255,6 +256,7 @@ class PsClient:
         self._closed = False
         self._pulled = self._pushed = 0
         self._plans: dict[tuple[int, ...], ReadPlan] = {}
+        self._kept = Kept(kept_bytes())
         self._bulk_threads = ThreadPoolExecutor(max(4, len(peers)), thread_name_prefix="ps-bulk")
 
     @property
@@ -402,6 +404,9 @@ class PsClient:
         function = current_function()
         if function is not None:
             function.check()
+        to_keep: list[tuple[ReadPart, int]] = []
+        if self._kept.limit:
+            parts, to_keep = self._without_copies(parts)
         by_server: defaultdict[int, list[ReadPart]] = defaultdict(list)
         for part in parts:
             by_server[part.server].append(part)
@@ -426,6 +431,54 @@ class PsClient:
             self._on_each(large)
         self._pulled += sum(part.size for part in parts)
         self._pushed += sum(part.ids.nbytes for part in parts if part.ids is not None)
+        if to_keep:
+            behind = self._versions([part for part, _ in to_keep])
+            for (part, before), after in zip(to_keep, behind, strict=True):
+                if before == after and isinstance(part.land, memoryview):
+                    self._kept.keep((part.item.variable, part.item.shard), after, part.land)
+
+    def _without_copies(self, parts: Sequence[ReadPart]) -> tuple[Sequence[ReadPart], list[tuple[ReadPart, int]]]:
+        """What is left to read, and what of it to keep if it has the same version behind the read; see `kept`."""
+        asked = [
+            part
+            for part in parts
+            if part.size >= SESSION_BYTES
+            and part.item.rows.all
+            and not part.item.slot
+            and self._kept.asks((part.item.variable, part.item.shard), part.size)
+        ]
+        if not asked:
+            return parts, []
+        to_keep, here = [], set()
+        for part, version in zip(asked, self._versions(asked), strict=True):
+            verdict, copy = self._kept.verdict((part.item.variable, part.item.shard), version)
+            if verdict is Verdict.KEEP:
+                to_keep.append((part, version))
+            elif verdict is Verdict.COPY:
+                here.add(id(part))
+                if isinstance(part.land, memoryview):
+                    part.land[:] = copy
+                else:
+                    part.land(memoryview(copy))
+        return [part for part in parts if id(part) not in here], to_keep
+
+    def _versions(self, parts: Sequence[ReadPart]) -> list[int]:
+        """The versions of shards: one small request a server."""
+        versions = np.empty(len(parts), "<u8")
+        rows = ps_pb2.Rows(version=True)
+        self.read(
+            [
+                ReadPart(
+                    part.server,
+                    ps_pb2.ReadItem(variable=part.item.variable, shard=part.item.shard, rows=rows),
+                    versions.itemsize,
+                    view(versions[number : number + 1]),
+                )
+                for number, part in enumerate(parts)
+            ]
+        )
+        found: list[int] = versions.tolist()
+        return found
 
     def read_planned(self, variables: Sequence[int], describe: Callable[[], list[WholeVariable]]) -> list[Array] | None:
         """The values of whole variables, in small requests that are prepared once; None if they are too large.

@@ -8,6 +8,7 @@ lock is held for one block's copy at a time, never while the network is slow.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,6 +30,7 @@ class Shard:
 
     def __init__(self, array: Array) -> None:
         self.array = array
+        self.version = secrets.randbits(62)  # rises before each update; never that of another server's shard
         self.lock = threading.Lock()
         self.slots: dict[int, dict[str, Array]] = {}  # by optimizer
         self.steps: dict[int, int] = {}

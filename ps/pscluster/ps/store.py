@@ -366,6 +366,9 @@ class Store:
             size = item.rows.ids * table.shape[1] * dtype.itemsize
             ids_size = item.rows.ids * 8
             return _Source(shard, table, size, dtype), at + ids_size + padding(ids_size)
+        if which == "version":
+            version: Array = np.array([shard.version], "<u8")
+            return _Source(shard, version, version.nbytes, version.dtype), at
         raise ProtocolError("a read without rows")
 
     def _slots(self, held: HeldVariable, shard: Shard, optimizer: int) -> dict[str, Array]:
@@ -496,6 +499,7 @@ class Store:
                 if repeated:
                     reply.repeated_ += 1
                     continue
+                part.shard.version += 1
                 try:
                     with np.errstate(all="ignore"):  # infinity and NaN are the caller's to look for
                         self._apply(part, ids, payload)

@@ -1,0 +1,150 @@
+"""Large shards that nobody changes are not sent again; those that somebody changes always are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.ps.kept import Kept, Verdict
+
+KEY, OTHER = (1, 0), (2, 3)
+SIZE = 5 << 20
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ParameterServerStrategy]:
+    """Two servers."""
+    with LocalCluster(2, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
+        yield strategy
+
+
+def pulled(strategy: ParameterServerStrategy, variable: Variable) -> tuple[float, int]:
+    """The value, the same everywhere, and how many bytes it took to read it."""
+    before = strategy.traffic().pulled
+    value = variable.numpy()
+    assert value.min() == value.max()
+    return float(value.flat[0]), strategy.traffic().pulled - before
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_nobody_changes_is_not_sent_again(strategy: ParameterServerStrategy, shards: int) -> None:
+    """The third read moves versions only; every change is seen by the next read."""
+    with strategy.scope():
+        v = Variable(np.zeros((shards, SIZE // 4), np.float32), partitioner=FixedShardsPartitioner(shards))
+    for value in range(5):
+        for _ in range(2):
+            assert pulled(strategy, v)[1] >= shards * SIZE
+        for _ in range(30):  # it may have to grow patient first
+            seen, moved = pulled(strategy, v)
+            assert seen == value
+            if moved < 1000:
+                break
+        assert moved == 8 * shards
+        copy = v.numpy()
+        copy += 1  # what a read gives is the reader's own
+        assert pulled(strategy, v) == (value, 8 * shards)
+        v.assign_add(1)
+        assert pulled(strategy, v)[0] == value + 1
+
+
+def test_reads_beside_updates(strategy: ParameterServerStrategy) -> None:
+    """Whoever reads what it has updated itself sees it, whoever else reads sees values rise."""
+    with strategy.scope():
+        v = Variable(np.zeros(SIZE // 4, np.float32))
+    over, wrong = threading.Event(), list[str]()
+
+    def watch() -> None:
+        last = 0.0
+        while not over.is_set():
+            value = v.numpy()
+            if value.min() != value.max() or value[0] < last:
+                wrong.append(f"{value.min()}..{value.max()} behind {last}")
+            last = float(value[0])
+
+    watchers = [threading.Thread(target=watch) for _ in range(2)]
+    for watcher in watchers:
+        watcher.start()
+    for number in range(1, 21):
+        v.assign_add(1)
+        for _ in range(number % 4):
+            assert v.numpy()[-1] == number
+    over.set()
+    for watcher in watchers:
+        watcher.join()
+    assert wrong == []
+
+
+def test_it_can_be_turned_off(strategy: ParameterServerStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the environment."""
+    monkeypatch.setenv("PSCLUSTER_KEEP_MIB", "0")
+    with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as without:
+        with without.scope():
+            v = Variable(np.zeros(SIZE // 4, np.float32))
+        for _ in range(4):
+            assert pulled(without, v)[1] == SIZE
+
+
+def test_a_copy_needs_one_version_before_and_behind_the_read() -> None:
+    """And to have been seen twice."""
+    kept = Kept(100)
+    assert kept.asks(KEY, 10)
+    assert kept.verdict(KEY, 7) == (Verdict.READ, b"")
+    assert kept.verdict(KEY, 7) == (Verdict.KEEP, b"")
+    kept.keep(KEY, 8, memoryview(b"new"))  # it has changed meanwhile
+    assert kept.verdict(KEY, 7) == (Verdict.KEEP, b"")
+    kept.keep(KEY, 7, memoryview(b"old"))
+    assert kept.verdict(KEY, 7) == (Verdict.COPY, b"old")
+    assert kept.verdict(KEY, 9) == (Verdict.READ, b"")
+    assert kept.used == 0
+
+
+def test_what_changes_all_the_time_is_asked_about_seldom() -> None:
+    """Once in sixteen reads, in the end."""
+    kept, asked = Kept(100), 0
+    for read in range(1000):
+        if kept.asks(KEY, 10):
+            asked += 1
+            assert kept.verdict(KEY, read)[0] is Verdict.READ
+    assert asked < 80
+
+
+def test_room() -> None:
+    """What was not used for longest makes room; what is larger than all is not asked about."""
+    kept = Kept(10)
+    assert not kept.asks(KEY, 11)
+    for key in (KEY, OTHER):
+        for _ in range(2):
+            kept.verdict(key, 1)
+        kept.keep(key, 1, memoryview(bytes(6)))
+    assert kept.used == 6
+    assert kept.verdict(OTHER, 1)[0] is Verdict.COPY
+    assert kept.verdict(KEY, 1)[0] is Verdict.KEEP
+
+
+@given(st.lists(st.tuples(st.sampled_from([KEY, OTHER]), st.sampled_from(["change", "read", "read", "race"]))))
+def test_a_copy_is_never_old(events: list[tuple[tuple[int, int], str]]) -> None:
+    """In whatever order reads and changes come, also in the middle of a read."""
+    kept, now = Kept(12), {KEY: 100, OTHER: 200}
+    for key, event in events:
+        if event == "change":
+            now[key] += 1
+            continue
+        if not kept.asks(key, 8):
+            continue
+        before = now[key]
+        verdict, copy = kept.verdict(key, before)
+        if verdict is Verdict.COPY:
+            assert copy == before.to_bytes(8)
+            continue
+        value = now[key].to_bytes(8)
+        if event == "race":
+            now[key] += 1
+        if verdict is Verdict.KEEP and now[key] == before:
+            kept.keep(key, before, memoryview(value))
+    assert kept.used <= 12
