@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import re
+import statistics
 import tempfile
 import threading
 import time
@@ -39,11 +40,12 @@ def memory(pid: int | str, field: str) -> int:
 
 @contextlib.contextmanager
 def cluster_of(
-    num_ps: int, num_workers: int, **options: Any
+    num_ps: int, num_workers: int, env: dict[str, str] | None = None, **options: Any
 ) -> Iterator[tuple[LocalCluster, ParameterServerStrategy, ClusterCoordinator]]:
-    """A cluster and its coordinator."""
+    """A cluster and its coordinator. Its clients keep nothing, unless told to."""
+    settings = {**THREADS, "PSCLUSTER_KEEP_MIB": "0", **(env or {})}
     with (
-        LocalCluster(num_ps, num_workers, env=THREADS, log_level="ERROR") as cluster,
+        LocalCluster(num_ps, num_workers, env=settings, log_level="ERROR") as cluster,
         ParameterServerStrategy(cluster, FixedShardsPartitioner(num_ps)) as strategy,
     ):
         yield cluster, strategy, ClusterCoordinator(strategy, **options)
@@ -95,9 +97,9 @@ def queue(n: int) -> dict[str, float]:
         return {"cpu": (time.process_time() - begin) / n, "bytes": bytes_each}
 
 
-def server_memory(mib: int, seconds: float) -> dict[str, float]:
+def server_memory(mib: int, seconds: float, budget: int) -> dict[str, float]:
     """Resident memory of a server whose variable is read and updated by two workers all the time."""
-    with cluster_of(1, 2) as (cluster, strategy, coordinator):
+    with cluster_of(1, 2, env={"PSCLUSTER_IN_FLIGHT_MIB": str(budget)}) as (cluster, strategy, coordinator):
         pid = cluster.pids["ps", 0]
         empty = memory(pid, "VmRSS")
         with strategy.scope():
@@ -135,6 +137,18 @@ def server_memory(mib: int, seconds: float) -> dict[str, float]:
             "load": (highest[0] - empty) / size,
             "rounds": sum(coordinator.fetch(counts)),
         }
+
+
+def unchanged(mib: int, keep: int, n: int) -> float:
+    """Seconds of a read of a tensor that nobody changes, by a client that may keep so many MiB."""
+    with cluster_of(1, 1, env={"PSCLUSTER_KEEP_MIB": str(keep)}) as (_, strategy, coordinator):
+        with strategy.scope():
+            variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
+
+        def read() -> list[float]:
+            return [timed(lambda: strategy.read([variable])) for _ in range(n + 3)][3:]
+
+        return statistics.median(coordinator.schedule(read).fetch(timeout=120))
 
 
 def iter_ones(shape: tuple[int, ...]) -> Iterator[Any]:
@@ -216,6 +230,7 @@ def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
         client_memory,
         bandwidth,
         lookup,
+        unchanged,
     ]
     return {handler.__name__: handler for handler in handlers}, {}
 
