@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import socket
 import threading
 import time
@@ -25,6 +26,9 @@ from pscluster.coordinator import (
 # A shared machine may be slow at any moment: no test is about time.
 hypothesis.settings.register_profile("pscluster", deadline=None)
 hypothesis.settings.load_profile("pscluster")
+
+# A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C, which some send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PATIENCE = 60.0
 """Seconds to wait for what comes within one on an idle machine."""
