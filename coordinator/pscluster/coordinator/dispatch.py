@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -483,11 +483,14 @@ class Dispatcher:
     ) -> list[Task[Call]]:
         """See to it that the worker has what the tasks need. Those that can't be prepared have failed."""
         await self._build_resources(link, connection)  # what was added since the tasks were taken may be theirs
-        ready = tasks
+        ready, last = tasks, ""
         for task, place in zip(tasks, places, strict=True):
             call = task.payload
             if not self._has(index, task):
                 continue
+            if call.arguments is None and call.function.digest == last:
+                continue  # one like the one before, with nothing to prepare
+            last = call.function.digest
             try:
                 _fill_arguments(call)
                 for each in (call.function, *call.classes.values()):
@@ -735,8 +738,8 @@ class Dispatcher:
             await asyncio.sleep(FINISH_SECONDS)
             with self._lock:
                 ended, self._scheduler.ended = self._scheduler.ended, []
-            for number in sorted(ended):
-                untold.add(number, number + 1)
+            for start, stop in _runs(sorted(ended)):
+                untold.add(start, stop)
             if not (intervals := list(untold)):
                 continue
             try:
@@ -744,6 +747,16 @@ class Dispatcher:
                 untold = IntervalSet()
             except PsClusterError as error:  # a server that is lost is noticed elsewhere
                 logger.debug("not all servers know which functions have ended: %s", error)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rising numbers as [start, stop) of those that follow one another."""
+    at = 0
+    while at < len(numbers):
+        start = at
+        while at < len(numbers) and numbers[at] - numbers[start] == at - start:
+            at += 1
+        yield numbers[start], numbers[start] + at - start
 
 
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -23,7 +23,7 @@ class FunctionContext:
         self.attempt = attempt
         self.worker_index = worker_index
         self.num_workers = num_workers
-        self._cancelled = threading.Event()
+        self._cancelled = False
         self._lock = threading.Lock()
         self._updates: defaultdict[int, int] = defaultdict(int)
 
@@ -35,11 +35,11 @@ class FunctionContext:
 
     def cancel(self) -> None:
         """Ask the function to stop at its next library call."""
-        self._cancelled.set()
+        self._cancelled = True
 
     def check(self) -> None:
         """Raise FunctionCancelled if the function was asked to stop."""
-        if self._cancelled.is_set():
+        if self._cancelled:
             raise FunctionCancelled
 
 

@@ -26,7 +26,7 @@ from pscluster.core.definitions import record_resolver
 from pscluster.core.errors import FunctionCancelled, PsClusterError
 from pscluster.core.frames import Buffer
 from pscluster.core.values import decode_call, encode
-from pscluster.v1 import value_pb2, worker_pb2
+from pscluster.v1 import worker_pb2
 from pscluster.worker.datasets import EndOfIterator, end_of_dataset
 from pscluster.worker.failures import failure_of
 from pscluster.worker.job import Job
@@ -148,13 +148,12 @@ class Runner:
 
     def _encode_result(self, function: int, result: Any, outcome: Outcome) -> None:
         attachments: list[memoryview] = []
-        value: value_pb2.Value = encode(result, path="the result", attachments=attachments)
+        value = encode(result, path="the result", attachments=attachments, into=outcome.value)
         if (size := value.ByteSize()) > MAX_INLINE_BYTES:
             raise TypeError(
                 f"the result takes {size >> 20} MiB in one message, more than {MAX_INLINE_BYTES >> 20}: return arrays "
                 "or bytes, which travel beside it, in place of many small objects"
             )
-        outcome.value.CopyFrom(value)
         if attachments:
             # The function may use its arrays again once it has returned.
             kept: list[Buffer] = [bytes(attachment) for attachment in attachments]
