@@ -27,9 +27,6 @@ from pscluster.coordinator import (
 hypothesis.settings.register_profile("pscluster", deadline=None)
 hypothesis.settings.load_profile("pscluster")
 
-# A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C, which some send.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 PATIENCE = 60.0
 """Seconds to wait for what comes within one on an idle machine."""
 
@@ -38,6 +35,11 @@ NUM_WORKERS = 2
 
 # Threads that live as long as the process: the library's, gRPC's beneath it, and the one that times the test.
 _LASTING_THREADS = ("pscluster-loop", "session-watchdog", "(_poll_wrapper)", "pytest_timeout")
+
+
+def pytest_configure() -> None:
+    """A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C, which some send."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def until(predicate: Callable[[], object], what: str, state: Callable[[], object] = lambda: "") -> None:
