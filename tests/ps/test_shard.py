@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -34,9 +34,9 @@ def small_blocks(patch: pytest.MonkeyPatch) -> None:
 class Reading:
     """A snapshot under way, and what it must give."""
 
-    def __init__(self, snapshot: Snapshot, expected: bytes) -> None:
+    def __init__(self, snapshot: Snapshot, expected: bytes, copy: Callable[[memoryview], bytes]) -> None:
         self.snapshot = snapshot
-        self.chunks = iter(snapshot)
+        self.chunks = (chunk for chunk, _ in snapshot.packed(copy))
         self.expected = expected
         self.got = b""
 
@@ -52,6 +52,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         self.array = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
         self.shard = Shard(self.array)
         self.readings: list[Reading] = []
+        self.interrupt = False
         self.last = 0.0
 
     def fresh(self, shape: tuple[int, ...]) -> Values:
@@ -65,7 +66,21 @@ class SnapshotMachine(RuleBasedStateMachine):
         """A read of any range begins."""
         start = data.draw(st.integers(0, self.array.nbytes))
         stop = data.draw(st.integers(start, self.array.nbytes))
-        self.readings.append(Reading(self.shard.snapshot(start, stop), self.array.tobytes()[start:stop]))
+        expected = self.array.tobytes()[start:stop]
+        self.readings.append(Reading(self.shard.snapshot(start, stop), expected, self.copy))
+
+    def copy(self, chunk: memoryview) -> bytes:
+        """A copy of a chunk, in the middle of which an update may come."""
+        half = bytes(chunk[: len(chunk) // 2])
+        if self.interrupt:
+            self.interrupt = False
+            self.change_all()
+        return half + bytes(chunk[len(half) :])
+
+    @rule()
+    def interrupt_the_next_copy(self) -> None:
+        """An update will come while a chunk is copied."""
+        self.interrupt = True
 
     @rule(which=st.integers(0, 9), chunks=st.integers(1, 5))
     def read_on(self, which: int, chunks: int) -> None:
@@ -91,6 +106,9 @@ class SnapshotMachine(RuleBasedStateMachine):
     @rule()
     def dense_update(self) -> None:
         """All of the shard changes."""
+        self.change_all()
+
+    def change_all(self) -> None:
         with self.shard.lock:
             self.shard.before_change()
             self.array[...] = self.fresh(self.array.shape)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import grpc
 
 from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.drain import Drain
 from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, kind_of
-from pscluster.core.frames import Assembler, Buffer, pack, pieces, unpack
+from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.node import Role
 from pscluster.ps.budget import DEFAULT_MIB, Budget
+from pscluster.ps.shard import Snapshot
 from pscluster.ps.store import Payload, Store
 from pscluster.v1 import node_pb2, ps_pb2
 
@@ -52,6 +54,29 @@ class ParameterServerRole(Role):
         """Shards and bytes."""
         reply.variables, reply.variable_bytes = self.store.totals()
         reply.detail = f"{self.store.remembered} updates remembered"
+
+
+class _Frames:
+    """The frames of a reply of so many bytes."""
+
+    def __init__(self, number: int, total: int) -> None:
+        self._number, self._total = number, total
+        self.done = 0
+
+    def packed(self, buffers: Sequence[Buffer]) -> bytes:
+        """The next frame, if these are its bytes."""
+        reply = ps_pb2.Reply(id=self._number)
+        if not self.done:
+            reply.total_bytes = self._total
+            reply.read.SetInParent()
+        reply.last = self.done + sum(map(len, buffers)) == self._total
+        return pack(reply, buffers)
+
+    def sent(self, buffers: Sequence[Buffer]) -> bytes:
+        """The next frame, of these bytes."""
+        frame = self.packed(buffers)
+        self.done += sum(map(len, buffers))
+        return frame
 
 
 class ParameterServerService:
@@ -114,17 +139,23 @@ class ParameterServerService:
         if request.WhichOneof("body") != "read":
             raise ProtocolError("a Pull is a read")
         total = store.reply_bytes(request.read, len(payload))
-        head, sent = ps_pb2.Reply(id=request.id, total_bytes=total), 0
-        head.read.SetInParent()
-        with self._budget.taken(total, context):
-            for group in pieces(store.read(request.read, Payload([payload]))):
-                sent += sum(len(buffer) for buffer in group)
-                head.last = sent == total
-                yield pack(head, group)
-                head = ps_pb2.Reply(id=request.id)
-        if not total:
-            head.last = True
-            yield pack(head)
+        frames = _Frames(request.id, total)
+        with self._budget.taken(total, context), closing(store.segments(request.read, Payload([payload]))) as segments:
+            small, size = list[Buffer](), 0
+            for segment in segments:
+                if not isinstance(segment, Snapshot):
+                    small.append(segment)
+                    size += len(segment)
+                    if size < CHUNK_BYTES:
+                        continue
+                yield from map(frames.sent, pieces(small))
+                small, size = [], 0
+                if isinstance(segment, Snapshot):
+                    for frame, size in segment.packed(lambda chunk: frames.packed([chunk])):
+                        frames.done += size
+                        yield frame
+            if small or not total:
+                yield from map(frames.sent, pieces(small) if small else [[]])
 
     def push(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """An update (or creation) in frames; applied once it is whole."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -105,19 +105,33 @@ class Snapshot:
                 self._saved[block] = bytes(self._bytes[block * CHUNK_BYTES : (block + 1) * CHUNK_BYTES])
 
     def __iter__(self) -> Iterator[bytes]:
-        """Chunks that end at block boundaries. Each is copied under the lock."""
+        """Chunks that end at block boundaries."""
+        return (chunk for chunk, _ in self.packed(bytes))
+
+    def packed(self, pack: Callable[[memoryview], bytes]) -> Iterator[tuple[bytes, int]]:
+        """What `pack` makes of each chunk, and the chunk's size.
+
+        It copies the chunk, of the live array and without the lock, so that neither has to wait. An update that
+        comes in between saves the block first: then the copy may be torn, and is made anew of what was saved.
+        """
         while self._position < self._stop:
-            block = self._position // CHUNK_BYTES
+            start, block = self._position, self._position // CHUNK_BYTES
             base = block * CHUNK_BYTES
             end = min(base + CHUNK_BYTES, self._stop)
+            made = None
             with self._shard.lock:
                 saved = self._saved.pop(block, None)
-                if saved is None:
-                    chunk = bytes(self._bytes[self._position : end])
-                else:
-                    chunk = saved[self._position - base : end - base]
-                self._position = end
-            yield chunk
+                if saved is not None:
+                    self._position = end
+            if saved is None:
+                made = pack(self._bytes[start:end])
+                with self._shard.lock:
+                    saved = self._saved.pop(block, None)
+                    self._position = end
+            if saved is not None:
+                made = pack(memoryview(saved)[start - base : end - base])
+            assert made is not None  # either of the two has made it
+            yield made, end - start
 
     def close(self) -> None:
         """No more will be read."""

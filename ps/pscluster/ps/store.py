@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -394,6 +394,14 @@ class Store:
 
     def read(self, request: ps_pb2.ReadRequest, payload: Payload) -> Iterator[Buffer]:
         """The segments of the reply, in pieces, each shard as it was at one moment."""
+        for segment in self.segments(request, payload):
+            if isinstance(segment, Snapshot):
+                yield from segment
+            else:
+                yield segment
+
+    def segments(self, request: ps_pb2.ReadRequest, payload: Payload) -> Generator[Buffer | Snapshot, None, None]:
+        """The segments of the reply; of large arrays snapshots, each to be read before the next segment is taken."""
         at = 0
         for item in request.items:
             source, next_at = self._locate(item, at)
@@ -636,7 +644,7 @@ def _gather(source: _Source, ids: Ids) -> Buffer:
     return view(out.astype(source.dtype, copy=False))
 
 
-def _read_block(source: _Source) -> Iterator[Buffer]:
+def _read_block(source: _Source) -> Iterator[Buffer | Snapshot]:
     """All of an array, or a box of it."""
     shard, array = source.shard, source.array
     selected = array if source.index is None else array[source.index]
@@ -649,7 +657,7 @@ def _read_block(source: _Source) -> Iterator[Buffer]:
         start = byte_bounds(selected)[0] - byte_bounds(array)[0]
         snapshot: Snapshot = shard.snapshot(start, start + source.size)
         try:
-            yield from snapshot
+            yield snapshot
         finally:
             snapshot.close()
         return
