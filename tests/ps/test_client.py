@@ -20,7 +20,8 @@ from pscluster.core.frames import pack
 from pscluster.core.identity import make_identity
 from pscluster.core.rpc import Stub
 from pscluster.ps import client as client_module
-from pscluster.ps.client import PsClient, _Server, _Session
+from pscluster.ps.client import PsClient
+from pscluster.ps.connections import Server, Session
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2
 
@@ -76,7 +77,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def retry(client: PsClient, server: StrawServer, attempt: Callable[[], Any]) -> Any:
     """What the client does with an attempt."""
-    return client._retrying(cast(_Server, server), attempt)
+    return client._retrying(cast(Server, server), attempt)
 
 
 def test_a_long_transfer_that_breaks_off_is_repeated(client: PsClient, clock: Clock) -> None:
@@ -151,7 +152,7 @@ def test_a_session_that_has_ended_at_once_leaves_no_thread() -> None:
             taken.append(requests)
             return EndedCall()
 
-    session = _Session(cast(Stub, Service()), ())
+    session = Session(cast(Stub, Service()), ())
     ended: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
     threading.Thread(target=lambda: ended.put(list(taken[0])), daemon=True).start()
     assert ended.get(timeout=PATIENCE) == []
@@ -164,14 +165,14 @@ def test_an_interrupt_between_requests_leaves_no_reply_behind(sharding_strategy:
         first = Variable(np.arange(6, dtype=np.float32), name="first")
         second = Variable(np.arange(6, dtype=np.float32) + 100, name="second")
     servers = sharding_strategy.client._servers
-    begun: list[_Session] = []
+    begun: list[Session] = []
     take = servers[0].take_session
 
-    def note() -> _Session:
+    def note() -> Session:
         begun.append(take())
         return begun[-1]
 
-    def interrupt() -> _Session:
+    def interrupt() -> Session:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:

@@ -12,10 +12,8 @@ variables: that is an error at once, and names it.
 from __future__ import annotations
 
 import functools
-import queue
 import threading
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -26,9 +24,8 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 import tenacity
-from grpc.experimental import ChannelOptions
 
-from pscluster.core.channels import CHANNEL_OPTIONS, PeerAddress, explain, open_channel, say_hello, wait_for_peers
+from pscluster.core.channels import PeerAddress, explain, wait_for_peers
 from pscluster.core.context import current_function
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import (
@@ -41,10 +38,10 @@ from pscluster.core.errors import (
     from_rpc,
 )
 from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, unpack, view
-from pscluster.core.rpc import Stub
+from pscluster.ps.connections import Server, Session
 from pscluster.ps.kept import Kept, Verdict, kept_bytes
 from pscluster.ps.plans import MAX_PLANS, Array, ReadPlan, WholeVariable
-from pscluster.ps.service import SERVICE, SESSION_BYTES
+from pscluster.ps.service import SESSION_BYTES
 from pscluster.ps.store import partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 
@@ -93,121 +90,6 @@ def _padded(buffers: Iterable[memoryview]) -> list[Buffer]:
     return segments
 
 
-class _Watchdog:
-    """Cancels exchanges that overstay: a read on a stream has no timeout of its own."""
-
-    def __init__(self) -> None:
-        self._sessions: weakref.WeakSet[_Session] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def watch(self, session: _Session) -> None:
-        with self._lock:
-            self._sessions.add(session)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="session-watchdog", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(0.5)
-            now = time.monotonic()
-            with self._lock:
-                late = [session for session in self._sessions if session.deadline < now]
-            for session in late:
-                session.give_up()
-
-
-_watchdog = _Watchdog()
-
-
-class _Session:
-    """One stream of request and reply in turn, used by one thread at a time."""
-
-    def __init__(self, stub: Stub, metadata: tuple[tuple[str, str], ...]) -> None:
-        outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._outbox = outbox
-        self._call = stub.session(iter(outbox.get, None), metadata=metadata)
-        # Without the sentinel the thread that reads the outbox would never end.
-        if not self._call.add_callback(lambda: outbox.put(None)):
-            outbox.put(None)  # it has ended already
-        self.deadline = float("inf")
-        self._given_up = False
-        _watchdog.watch(self)
-
-    def send(self, data: bytes, timeout: float) -> None:
-        self.deadline = time.monotonic() + timeout
-        self._outbox.put(data)
-
-    def receive(self) -> bytes:
-        try:
-            data: bytes = next(self._call)
-        except StopIteration:
-            raise UnavailableError("the session was ended by the server") from None
-        except grpc.RpcError:
-            if self._given_up:
-                raise UnavailableError("no answer came in time") from None
-            raise
-        finally:
-            self.deadline = float("inf")
-        return data
-
-    def give_up(self) -> None:
-        self._given_up = True
-        self.close()
-
-    def close(self) -> None:
-        self._outbox.put(None)
-        self._call.cancel()
-
-
-class _Server:
-    """One parameter server: its channels and idle sessions."""
-
-    def __init__(self, peer: PeerAddress, identity: node_pb2.Identity, metadata: tuple[tuple[str, str], ...]) -> None:
-        self.peer = peer
-        self.incarnation = 0
-        self._identity = identity
-        self.metadata = metadata
-        self._control = open_channel(peer.address)
-        options = [*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]
-        self._bulk = grpc.insecure_channel(peer.address, options=options)
-        self.control = Stub(self._control, SERVICE)
-        self.bulk = Stub(self._bulk, SERVICE)
-        self._idle: list[_Session] = []
-        self._lock = threading.Lock()
-
-    def take_session(self) -> _Session:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return _Session(self.control, self.metadata)
-
-    def give_back(self, session: _Session) -> None:
-        with self._lock:
-            self._idle.append(session)
-
-    def check_incarnation(self) -> None:
-        """PSUnavailableError if another process serves there now. UnavailableError if none does."""
-        theirs = say_hello(self._control, self.peer, self._identity, self.metadata)
-        if self.incarnation and theirs.incarnation != self.incarnation:
-            raise PSUnavailableError(
-                f"{self.peer} was restarted and has lost its variables: create them anew, or restore a checkpoint, "
-                "with a new coordinator"
-            )
-
-    def drop_sessions(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for session in idle:
-            session.close()
-
-    def close(self) -> None:
-        self.drop_sessions()
-        self._control.close()
-        self._bulk.close()
-
-
 class _Sequences:
     """Numbers this client's requests, and knows below which number all are answered."""
 
@@ -249,7 +131,7 @@ class PsClient:
         self.incarnation = incarnation
         self._identity = identity
         self._metadata = metadata
-        self._servers = [_Server(peer, identity, metadata) for peer in peers]
+        self._servers = [Server(peer, identity, metadata) for peer in peers]
         self._retry_seconds = retry_seconds
         self._timeout = request_timeout
         self._sequences = _Sequences()
@@ -289,7 +171,7 @@ class PsClient:
 
     # Exchanges
 
-    def _retrying(self, server: _Server, attempt: Callable[[], Any]) -> Any:
+    def _retrying(self, server: Server, attempt: Callable[[], Any]) -> Any:
         """Repeat what fails because the server can't be reached, until `retry_seconds` behind the first failure."""
         try:
             return self._once(server, attempt)
@@ -300,7 +182,7 @@ class PsClient:
             return self._retry(server, attempt, time.monotonic())
 
     @staticmethod
-    def _once(server: _Server, attempt: Callable[[], Any]) -> Any:
+    def _once(server: Server, attempt: Callable[[], Any]) -> Any:
         try:
             return attempt()
         except grpc.RpcError as error:
@@ -317,7 +199,7 @@ class PsClient:
         server.drop_sessions()
         raise failure
 
-    def _retry(self, server: _Server, attempt: Callable[[], Any], failing_since: float) -> Any:
+    def _retry(self, server: Server, attempt: Callable[[], Any], failing_since: float) -> Any:
         def again() -> Any:
             server.check_incarnation()  # where nobody serves any more, an attempt may take long to find out
             return self._once(server, attempt)
@@ -339,7 +221,7 @@ class PsClient:
 
     def _exchange(self, requests: Mapping[int, bytes], finish: Callable[[int, ps_pb2.Reply, memoryview], None]) -> None:
         """Small requests, by server, packed: sent to all servers, then answered by each in turn."""
-        begun: dict[int, _Session] = {}
+        begun: dict[int, Session] = {}
         try:
             for index, data in requests.items():
                 session = begun[index] = self._servers[index].take_session()
@@ -360,12 +242,12 @@ class PsClient:
     def _finish_exchange(
         self,
         index: int,
-        session: _Session,
+        session: Session,
         request: bytes,
         finish: Callable[[int, ps_pb2.Reply, memoryview], None],
     ) -> None:
         server = self._servers[index]
-        first: list[_Session] = [session]
+        first: list[Session] = [session]
 
         def attempt() -> None:
             if first:
@@ -399,7 +281,7 @@ class PsClient:
     # Reading
 
     def read(self, parts: Sequence[ReadPart]) -> None:
-        """Fill every part's `out`: one request a server, all servers at once."""
+        """Read every part to where it is to land: one request a server, all servers at once."""
         self._check_open()
         function = current_function()
         if function is not None:
@@ -692,7 +574,7 @@ class PsClient:
         specs = [self._describe(server, request).optimizers[0] for server in self._servers]
         return max(specs, key=lambda spec: spec.iterations)
 
-    def _describe(self, server: _Server, request: ps_pb2.DescribeRequest) -> ps_pb2.DescribeReply:
+    def _describe(self, server: Server, request: ps_pb2.DescribeRequest) -> ps_pb2.DescribeReply:
         self._check_open()
 
         def attempt() -> ps_pb2.DescribeReply:

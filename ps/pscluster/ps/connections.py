@@ -1,0 +1,132 @@
+"""Connections to the parameter servers: channels, and sessions, the streams that small requests go over."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+
+import grpc
+from grpc.experimental import ChannelOptions
+
+from pscluster.core.channels import CHANNEL_OPTIONS, PeerAddress, open_channel, say_hello
+from pscluster.core.errors import PSUnavailableError, UnavailableError
+from pscluster.core.rpc import Stub
+from pscluster.ps.service import SERVICE
+from pscluster.v1 import node_pb2
+
+
+class _Watchdog:
+    """Cancels exchanges that overstay: a read on a stream has no timeout of its own."""
+
+    def __init__(self) -> None:
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, session: Session) -> None:
+        with self._lock:
+            self._sessions.add(session)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="session-watchdog", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(0.5)
+            now = time.monotonic()
+            with self._lock:
+                late = [session for session in self._sessions if session.deadline < now]
+            for session in late:
+                session.give_up()
+
+
+_watchdog = _Watchdog()
+
+
+class Session:
+    """One stream of request and reply in turn, used by one thread at a time."""
+
+    def __init__(self, stub: Stub, metadata: tuple[tuple[str, str], ...]) -> None:
+        outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outbox = outbox
+        self._call = stub.session(iter(outbox.get, None), metadata=metadata)
+        # Without the sentinel the thread that reads the outbox would never end.
+        if not self._call.add_callback(lambda: outbox.put(None)):
+            outbox.put(None)  # it has ended already
+        self.deadline = float("inf")
+        self._given_up = False
+        _watchdog.watch(self)
+
+    def send(self, data: bytes, timeout: float) -> None:
+        self.deadline = time.monotonic() + timeout
+        self._outbox.put(data)
+
+    def receive(self) -> bytes:
+        try:
+            data: bytes = next(self._call)
+        except StopIteration:
+            raise UnavailableError("the session was ended by the server") from None
+        except grpc.RpcError:
+            if self._given_up:
+                raise UnavailableError("no answer came in time") from None
+            raise
+        finally:
+            self.deadline = float("inf")
+        return data
+
+    def give_up(self) -> None:
+        self._given_up = True
+        self.close()
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._call.cancel()
+
+
+class Server:
+    """One parameter server: its channels and idle sessions."""
+
+    def __init__(self, peer: PeerAddress, identity: node_pb2.Identity, metadata: tuple[tuple[str, str], ...]) -> None:
+        self.peer = peer
+        self.incarnation = 0
+        self._identity = identity
+        self.metadata = metadata
+        self._control = open_channel(peer.address)
+        options = [*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]
+        self._bulk = grpc.insecure_channel(peer.address, options=options)
+        self.control = Stub(self._control, SERVICE)
+        self.bulk = Stub(self._bulk, SERVICE)
+        self._idle: list[Session] = []
+        self._lock = threading.Lock()
+
+    def take_session(self) -> Session:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return Session(self.control, self.metadata)
+
+    def give_back(self, session: Session) -> None:
+        with self._lock:
+            self._idle.append(session)
+
+    def check_incarnation(self) -> None:
+        """PSUnavailableError if another process serves there now. UnavailableError if none does."""
+        theirs = say_hello(self._control, self.peer, self._identity, self.metadata)
+        if self.incarnation and theirs.incarnation != self.incarnation:
+            raise PSUnavailableError(
+                f"{self.peer} was restarted and has lost its variables: create them anew, or restore a checkpoint, "
+                "with a new coordinator"
+            )
+
+    def drop_sessions(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for session in idle:
+            session.close()
+
+    def close(self) -> None:
+        self.drop_sessions()
+        self._control.close()
+        self._bulk.close()
