@@ -297,6 +297,9 @@ def check_ids(ids: npt.ArrayLike, rows: int, name: str) -> Ids:
     return np.asarray(array, dtype=np.int64, order="C")
 
 
+_FEW_SHARDS = 8  # to look through all ids for each of so many is faster than to sort them
+
+
 def split_rows(partition: Partition, ids: Ids) -> list[ShardRows]:
     """Which of the ids each shard owns, so that rows can be sent out and put back in the order of the ids.
 
@@ -326,6 +329,9 @@ def split_rows(partition: Partition, ids: Ids) -> list[ShardRows]:
         order = np.arange(flat.size, dtype=np.int64)
         cuts = itertools.pairwise((0, *np.searchsorted(flat, ends).tolist()))
         return [ShardRows(order[a:b], flat[a:b] - starts[shard]) for shard, (a, b) in enumerate(cuts)]
+    if shards <= _FEW_SHARDS:
+        found = [np.flatnonzero((flat >= start) & (flat < end)) for start, end in zip(starts, ends, strict=True)]
+        return [ShardRows(mine, flat[mine] - start) for mine, start in zip(found, starts, strict=True)]
     # From the right: of pieces that end at the same row only the first can hold the rows before it.
     owners = np.searchsorted(ends, flat, side="right")
     local_ids = flat - starts[owners]
