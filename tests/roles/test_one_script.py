@@ -119,7 +119,8 @@ def test_under_run(tmp_path: Path) -> None:
     path.write_text(SCRIPT)
     code, output = run("run", "--ps", "2", "--workers", "3", str(path), "--ps", "-h", "--", "--help", "x")
     assert code == 0, output
-    assert output.splitlines() == [
+    # Whether the coordinator has to wait for a worker, and says so, is the machine's business.
+    assert [line for line in output.splitlines() if " INFO " not in line] == [
         "w is [20.0, 20.0, 20.0, 20.0] with ['--ps', '-h', '--', '--help', 'x']",
         "task chief 0",
     ]
