@@ -24,7 +24,7 @@ from pscluster.coordinator import (
     loop,
 )
 from pscluster.coordinator import strategy as strategy_module
-from pscluster.coordinator.dispatch import Call, Dispatcher
+from pscluster.coordinator.dispatch import Call, Dispatcher, ResourceRecipe
 from pscluster.coordinator.links import PsLink
 from pscluster.coordinator.scheduler import Scheduler, Task
 from pscluster.core.channels import PeerAddress
@@ -628,3 +628,63 @@ def test_a_result_of_another_coordinator_is_refused(coordinator: ClusterCoordina
     """It would wake the wrong queue: what waits for it would run on the other cluster."""
     with pytest.raises(MisuseError, match="another coordinator's"):
         coordinator.schedule(nothing, args=(RemoteValue("elsewhere", no_handle),))
+
+
+def test_a_worker_that_builds_a_dataset_keeps_nobody_waiting(straw: Callable[..., Straw]) -> None:
+    """It has nothing to run, but it can't take anything either: who can is woken."""
+    cluster = straw(2)
+    quick, slow = cluster.workers
+
+    async def scenario() -> None:
+        await cluster.start()
+        slow.may_upload.clear()
+        cluster.dispatcher.add_resource(ResourceRecipe(worker_pb2.Resource(id=1), capture(nothing)))
+        await until(lambda: slow.last.uploading and len(quick.last.uploads) == 2)
+        for number in range(1, 6):
+            cluster.schedule()
+            await until(lambda: number in quick.last.functions)  # noqa: B023  (called here)
+            quick.last.tell(Outcome.DONE, number)
+        slow.may_upload.set()
+
+    on_loop(scenario)
+
+
+def test_who_looked_in_vain_for_something_to_take_over_looks_again(
+    straw: Callable[..., Straw], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another one's recall was under way, of which nothing is left for it."""
+    monkeypatch.setattr(dispatch, "STEAL_SECONDS", 0.001)
+    answered = asyncio.Event()
+    recall = StrawConnection.recall
+
+    async def slowly(self: StrawConnection, *arguments: Any, **more: Any) -> None:
+        await recall(self, *arguments, **more)
+        await answered.wait()
+
+    monkeypatch.setattr(StrawConnection, "recall", slowly)
+    cluster = straw(3)
+
+    async def scenario() -> None:
+        await cluster.start()
+        for _ in range(3):  # each has one; nobody's speed is known
+            cluster.schedule()
+        await until(lambda: all(cluster.state(index) for index in range(3)))
+        (first,) = cluster.state(0)
+        cluster.workers[0].last.tell(Outcome.DONE, first, seconds=1e-6)  # from now on it could have many
+        await until(lambda: not cluster.state(0))
+        for _ in range(8):
+            cluster.schedule()
+        await until(lambda: len(cluster.state(0)) == 8)
+        for index in (1, 2):
+            cluster.workers[index].last.tell(Outcome.DONE, *cluster.state(index), seconds=5.0)
+        holder = cluster.workers[0].last
+        await until(lambda: holder.recalls)
+        for _ in range(1000):
+            await asyncio.sleep(0)  # the other one's timer falls now
+        holder.tell(Outcome.RETURNED, cluster.state(0)[-1])
+        answered.set()
+        await until(lambda: len(holder.recalls) >= 2)
+        holder.tell(Outcome.RETURNED, cluster.state(0)[-1])
+        await until(lambda: all(cluster.state(index) for index in range(3)))
+
+    on_loop(scenario)

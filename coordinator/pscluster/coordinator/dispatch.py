@@ -299,12 +299,16 @@ class Dispatcher:
             self._wake_asked = False
             count = self._scheduler.queued
             # These take one for certain; whoever has something may have no room.
-            idle = [index for index in hungry if self._links[index].up and not self._scheduler.workers[index].sent]
+            idle = [index for index in hungry if self._is_idle(index)]
         if len(idle) >= count:
             self._turn += 1
             hungry = [idle[(self._turn + place) % len(idle)] for place in range(count)]
         for index in hungry:
             self._links[index].wake.set()
+
+    def _is_idle(self, index: int) -> bool:
+        link = self._links[index]
+        return link.up and not link.leaving and not self._scheduler.workers[index].sent
 
     def _wake_all(self) -> None:
         for link in self._links:
@@ -451,6 +455,7 @@ class Dispatcher:
             if not tasks:
                 timer = self._loop.call_later(STEAL_SECONDS, self._consider_stealing, index)
                 await link.wake.wait()
+                link.hungry = False  # until it has looked again: it may have resources to build first
                 timer.cancel()
                 continue
             # What is recalled while it is prepared may be another worker's by then, at a place of its own there.
@@ -721,6 +726,10 @@ class Dispatcher:
             await connection.recall(numbers, positions, cancel_running)
         finally:
             link.stealing = False
+        # Some may have looked in vain while this went on, and look once only by themselves.
+        for index, thief in enumerate(self._links):
+            if thief.hungry:
+                self._loop.call_later(STEAL_SECONDS, self._consider_stealing, index)
         self._wake_hungry()
 
     # Servers

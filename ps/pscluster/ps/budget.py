@@ -1,9 +1,9 @@
 """Memory for large requests in flight: who asks for more than is left waits, first come, first served.
 
-A push is held whole before it is applied, a pull may need the old values of what is updated while it goes out, so
-each may take as much memory as it moves. Waiting costs little: a server is busy with one of them anyway, and a
-push that waits is held back by the transport's flow control, at the client. One that is larger than all there is
-goes alone. Nobody is refused.
+A push is held whole before it is applied, rows are copied before they are sent, and a pull of whole shards may need
+the old values of what is updated while it goes out. Waiting costs little: a server is busy with one of them anyway,
+and a push that waits is held back by the transport's flow control, at the client. One that is larger than all there
+is goes alone. Nobody is refused.
 
     waiting --its turn, and there is room--> taken --done, or given up--> gone
             --its call has ended-----------> gone

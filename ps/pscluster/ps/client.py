@@ -138,6 +138,7 @@ class PsClient:
         self._closed = False
         self._pulled = self._pushed = 0
         self._plans: dict[tuple[int, ...], ReadPlan] = {}
+        self._planning = threading.Lock()
         self._kept = Kept(kept_bytes())
         self._bulk_threads = ThreadPoolExecutor(max(4, len(peers)), thread_name_prefix="ps-bulk")
 
@@ -316,7 +317,8 @@ class PsClient:
         if to_keep:
             behind = self._versions([part for part, _ in to_keep])
             for (part, before), after in zip(to_keep, behind, strict=True):
-                if before == after and isinstance(part.land, memoryview):
+                if before == after:
+                    assert isinstance(part.land, memoryview)  # see _without_copies
                     self._kept.keep((part.item.variable, part.item.shard), after, part.land)
 
     def _without_copies(self, parts: Sequence[ReadPart]) -> tuple[Sequence[ReadPart], list[tuple[ReadPart, int]]]:
@@ -325,6 +327,7 @@ class PsClient:
             part
             for part in parts
             if part.size >= SESSION_BYTES
+            and isinstance(part.land, memoryview)  # elsewhere there are no bytes in one piece to be kept
             and part.item.rows.all
             and not part.item.slot
             and self._kept.asks((part.item.variable, part.item.shard), part.size)
@@ -334,14 +337,12 @@ class PsClient:
         to_keep, here = [], set()
         for part, version in zip(asked, self._versions(asked), strict=True):
             verdict, copy = self._kept.verdict((part.item.variable, part.item.shard), version)
+            assert isinstance(part.land, memoryview)  # as was asked for
             if verdict is Verdict.KEEP:
                 to_keep.append((part, version))
             elif verdict is Verdict.COPY:
                 here.add(id(part))
-                if isinstance(part.land, memoryview):
-                    part.land[:] = copy
-                else:
-                    part.land(memoryview(copy))
+                part.land[:] = copy
         return [part for part in parts if id(part) not in here], to_keep
 
     def _versions(self, parts: Sequence[ReadPart]) -> list[int]:
@@ -373,9 +374,10 @@ class PsClient:
         plan = self._plans.get(key)
         if plan is None:
             plan = ReadPlan(self.job, describe())
-            while len(self._plans) >= MAX_PLANS:
-                self._plans.pop(next(iter(self._plans)), None)
-            self._plans[key] = plan
+            with self._planning:
+                while len(self._plans) >= MAX_PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[key] = plan
         if max(plan.sizes.values(), default=0) > SESSION_BYTES:
             return None
         self._check_open()

@@ -171,6 +171,7 @@ class Store:
         self._optimizers: dict[int, HeldOptimizer] = {}
         self._prepared: dict[bytes, PreparedRead] = {}
         self._births: dict[int, threading.Lock] = {}  # by variable, held while its shards are made
+        self._unborn: dict[int, str] = {}  # the names of those that are being made, unless they were deleted
 
     # The directory
 
@@ -191,9 +192,7 @@ class Store:
         if spec.id == 0 or not spec.name:
             raise ProtocolError("a variable without a number or a name")
         with self._lock:
-            # The same spec again is a repetition of this request: its first answer was lost.
-            if any(held.spec.name == spec.name and held.spec != spec for held in self._variables.values()):
-                raise InvalidUpdateError(f"there is a variable {spec.name!r} already: names are unique in a strategy")
+            self._check_name(spec)
         if request.HasField("initializer"):
             return None
         partition, dtype = partition_of(spec), dtype_named(spec.dtype)
@@ -214,12 +213,33 @@ class Store:
         with birth:
             with self._lock:
                 known = self._variables.get(spec.id)
+                if known is None:
+                    self._unborn[spec.id] = spec.name
             if known is None:
-                known = self._made(request, payload)
-                with self._lock:
-                    self._variables[spec.id] = known
+                known = self._born(request, payload)
         if known.spec != spec:
             raise InvalidUpdateError(f"variable id {spec.id} is taken by {known.spec.name!r}")
+
+    def _born(self, request: ps_pb2.CreateRequest, payload: Payload) -> HeldVariable:
+        """Make a variable, and enter it unless it was deleted, or its name was taken, meanwhile."""
+        spec, made = request.variable, None
+        try:
+            made = self._made(request, payload)
+        finally:
+            with self._lock:
+                wanted = self._unborn.pop(spec.id, None) is not None
+                if made is not None and wanted:
+                    self._check_name(spec)
+                    self._variables[spec.id] = made
+        if not wanted:
+            raise StaleError(f"variable {spec.name!r} was deleted while it was made")
+        return made
+
+    def _check_name(self, spec: ps_pb2.VariableSpec) -> None:
+        """Under the lock."""
+        # The same spec again is a repetition of this request: its first answer was lost.
+        if any(held.spec.name == spec.name and held.spec != spec for held in self._variables.values()):
+            raise InvalidUpdateError(f"there is a variable {spec.name!r} already: names are unique in a strategy")
 
     def _made(self, request: ps_pb2.CreateRequest, payload: Payload) -> HeldVariable:
         spec = request.variable
@@ -278,6 +298,7 @@ class Store:
                 if held.spec.name == name:
                     del self._variables[number]
                     self._prepared.clear()
+            self._unborn = {number: unborn for number, unborn in self._unborn.items() if unborn != name}
 
     def describe(self, variables: Sequence[str], optimizers: Sequence[str]) -> ps_pb2.DescribeReply:
         """What the directory knows of these names. UnknownVariableError names the first unknown one."""
@@ -421,6 +442,8 @@ class Store:
 
     def prepare(self, data: bytes, request: ps_pb2.ReadRequest) -> None:
         """Keep what answers a request that was just answered, if it is for whole arrays of variables only."""
+        if request.job != self.job:  # of the job before, answered by its own store
+            return
         if len(data) > MAX_REQUEST_BYTES or any(item.slot or not item.rows.all for item in request.items):
             return
         with self._lock:
