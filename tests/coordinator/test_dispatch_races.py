@@ -230,6 +230,12 @@ async def until(predicate: Callable[..., object], *args: object) -> None:
             await asyncio.sleep(0)
 
 
+async def settled() -> None:
+    """Let everything on the loop come to rest."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 @pytest.fixture
 def straw(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Straw]]:
     """Makes dispatchers with straw workers; closes them at the end."""
@@ -637,6 +643,7 @@ def test_a_worker_that_builds_a_dataset_keeps_nobody_waiting(straw: Callable[...
 
     async def scenario() -> None:
         await cluster.start()
+        await settled()
         slow.may_upload.clear()
         cluster.dispatcher.add_resource(ResourceRecipe(worker_pb2.Resource(id=1), capture(nothing)))
         await until(lambda: slow.last.uploading and len(quick.last.uploads) == 2)
@@ -644,6 +651,8 @@ def test_a_worker_that_builds_a_dataset_keeps_nobody_waiting(straw: Callable[...
             cluster.schedule()
             await until(lambda: number in quick.last.functions)  # noqa: B023  (called here)
             quick.last.tell(Outcome.DONE, number)
+            await until(lambda: not cluster.state(0))
+            await settled()  # its own outcome has woken it, and it sleeps again
         slow.may_upload.set()
 
     on_loop(scenario)
@@ -662,7 +671,13 @@ def test_who_looked_in_vain_for_something_to_take_over_looks_again(
         await answered.wait()
 
     monkeypatch.setattr(StrawConnection, "recall", slowly)
-    cluster = straw(3)
+    cluster, looked = straw(3), list[int]()
+    look = cluster.dispatcher._consider_stealing
+    monkeypatch.setattr(
+        cluster.dispatcher,
+        "_consider_stealing",
+        lambda index: (looked.append(index), look(index)),  # type: ignore[func-returns-value]
+    )
 
     async def scenario() -> None:
         await cluster.start()
@@ -675,16 +690,19 @@ def test_who_looked_in_vain_for_something_to_take_over_looks_again(
         for _ in range(8):
             cluster.schedule()
         await until(lambda: len(cluster.state(0)) == 8)
-        for index in (1, 2):
-            cluster.workers[index].last.tell(Outcome.DONE, *cluster.state(index), seconds=5.0)
         holder = cluster.workers[0].last
+        cluster.workers[1].last.tell(Outcome.DONE, *cluster.state(1), seconds=5.0)
         await until(lambda: holder.recalls)
-        for _ in range(1000):
-            await asyncio.sleep(0)  # the other one's timer falls now
-        holder.tell(Outcome.RETURNED, cluster.state(0)[-1])
-        answered.set()
-        await until(lambda: len(holder.recalls) >= 2)
-        holder.tell(Outcome.RETURNED, cluster.state(0)[-1])
-        await until(lambda: all(cluster.state(index) for index in range(3)))
+        looked.clear()
+        cluster.workers[2].last.tell(Outcome.DONE, *cluster.state(2), seconds=5.0)
+        await until(lambda: 2 in looked)
+        await settled()
+        answers = 0
+        while not all(cluster.state(index) for index in range(3)):
+            if answers < len(holder.recalls):  # of each only one comes back: the others run by now
+                answers += 1
+                holder.tell(Outcome.RETURNED, cluster.state(0)[-1])
+                answered.set()
+            await asyncio.sleep(0)
 
     on_loop(scenario)
