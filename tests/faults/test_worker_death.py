@@ -161,7 +161,9 @@ def test_datasets_are_rebuilt_before_the_next_function() -> None:
                 die_once(folder, "died")
             return next(first), next(second) if number % 2 else None
 
-        values = [job.coordinator.schedule(take, args=(*iterators, number)) for number in range(300)]
+        values = [job.coordinator.schedule(take, args=(*iterators, number)) for number in range(100)]
+        job.join()  # these have ended; of those behind, outcomes may die with the worker
+        values += [job.coordinator.schedule(take, args=(*iterators, number)) for number in range(100, 300)]
         job.join()
         new = job.cluster.pids["worker", 0]
         results = job.coordinator.fetch(values)
