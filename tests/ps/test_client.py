@@ -23,6 +23,7 @@ from pscluster.ps import client as client_module
 from pscluster.ps.client import PsClient
 from pscluster.ps.connections import Server, Session
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.streams import QueuedStream
 from pscluster.v1 import node_pb2, ps_pb2
 
 JOB = 7
@@ -152,7 +153,7 @@ def test_a_session_that_has_ended_at_once_leaves_no_thread() -> None:
             taken.append(requests)
             return EndedCall()
 
-    session = Session(cast(Stub, Service()), ())
+    session = Session(QueuedStream(cast(Stub, Service()), ()))
     ended: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
     threading.Thread(target=lambda: ended.put(list(taken[0])), daemon=True).start()
     assert ended.get(timeout=PATIENCE) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import weakref
@@ -14,7 +13,10 @@ from pscluster.core.channels import CHANNEL_OPTIONS, PeerAddress, open_channel, 
 from pscluster.core.errors import PSUnavailableError, UnavailableError
 from pscluster.core.rpc import Stub
 from pscluster.ps.service import SERVICE
+from pscluster.ps.streams import Stream, open_stream
 from pscluster.v1 import node_pb2
+
+_SESSION = f"/{SERVICE.full_name}/Session"
 
 
 class _Watchdog:
@@ -48,41 +50,36 @@ _watchdog = _Watchdog()
 class Session:
     """One stream of request and reply in turn, used by one thread at a time."""
 
-    def __init__(self, stub: Stub, metadata: tuple[tuple[str, str], ...]) -> None:
-        outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._outbox = outbox
-        self._call = stub.session(iter(outbox.get, None), metadata=metadata)
-        # Without the sentinel the thread that reads the outbox would never end.
-        if not self._call.add_callback(lambda: outbox.put(None)):
-            outbox.put(None)  # it has ended already
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
         self.deadline = float("inf")
         self._given_up = False
         _watchdog.watch(self)
 
     def send(self, data: bytes, timeout: float) -> None:
         self.deadline = time.monotonic() + timeout
-        self._outbox.put(data)
+        self._stream.send(data)
 
     def receive(self) -> bytes:
         try:
-            data: bytes = next(self._call)
-        except StopIteration:
-            raise UnavailableError("the session was ended by the server") from None
-        except grpc.RpcError:
+            return self._stream.receive()
+        except grpc.RpcError as error:
             if self._given_up:
                 raise UnavailableError("no answer came in time") from None
+            if error.code() is grpc.StatusCode.OK:
+                raise UnavailableError("the session was ended by the server") from None
             raise
         finally:
             self.deadline = float("inf")
-        return data
 
     def give_up(self) -> None:
+        """By the watchdog, while the thread that uses it waits."""
         self._given_up = True
-        self.close()
+        self._stream.cancel()
 
     def close(self) -> None:
-        self._outbox.put(None)
-        self._call.cancel()
+        """By the thread that uses it, or while none does."""
+        self._stream.close()
 
 
 class Server:
@@ -105,7 +102,7 @@ class Server:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return Session(self.control, self.metadata)
+        return Session(open_stream(self._control, _SESSION, self.control, self.metadata))
 
     def give_back(self, session: Session) -> None:
         with self._lock:
