@@ -82,6 +82,15 @@ def test_updates_and_deletions_are_seen(service: ParameterServerService) -> None
     assert "no variable" in unpack(reply, ps_pb2.Reply)[0].refusal.message
 
 
+def test_a_server_that_stops_refuses_prepared_reads_too(service: ParameterServerService) -> None:
+    """As it refuses all others."""
+    data = pack(read_request())
+    list(service.session(iter([data, data]), CONTEXT))
+    assert service.drain.close(0)
+    (reply,) = service.session(iter([data]), CONTEXT)
+    assert "ps 0 is stopping" in unpack(reply, ps_pb2.Reply)[0].refusal.message
+
+
 def test_another_job_s_requests_are_refused(service: ParameterServerService, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the job changed while one of them was answered."""
     answer, data = service._answer, pack(read_request())

@@ -99,13 +99,18 @@ class ParameterServerService:
     def session(self, requests: Iterator[bytes], _context: grpc.ServicerContext) -> Iterator[bytes]:
         """Small requests, answered in order. A refused one does not end the session."""
         for data in requests:
-            prepared = self._role.store.prepared(data)
-            yield self._reply(data) if prepared is None else prepared.reply()
+            yield self._reply(data)
 
     def _reply(self, data: bytes) -> bytes:
-        request, payload = unpack(data, ps_pb2.Request)
-        reply, buffers = ps_pb2.Reply(id=request.id, last=True), list[Buffer]()
+        reply, buffers = ps_pb2.Reply(last=True), list[Buffer]()
+        prepared = self._role.store.prepared(data)
+        if prepared is None:
+            request, payload = unpack(data, ps_pb2.Request)
+            reply.id = request.id
         try:
+            if prepared is not None:
+                with self.drain.passing():
+                    return prepared.reply()
             if not request.last or request.total_bytes != len(payload):
                 raise ProtocolError("a session's request has one frame, marked as the last")
             with self.drain.passing():
