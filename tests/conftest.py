@@ -146,6 +146,12 @@ def run_cluster(num_ps: int, num_workers: int) -> Iterator[LocalCluster]:
     until(lambda: not left(), "no thread is left", left)
 
 
+def run_strategy(num_ps: int, num_workers: int) -> Iterator[ParameterServerStrategy]:
+    """A strategy on a cluster of its own, for a module's fixture."""
+    with LocalCluster(num_ps, num_workers, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
+        yield strategy
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
     """Two parameter servers and two workers, for all tests of the session."""

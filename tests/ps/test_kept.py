@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import run_strategy
 
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.ps.kept import Kept, Verdict
@@ -20,8 +21,7 @@ SIZE = 5 << 20
 @pytest.fixture(scope="module")
 def strategy() -> Iterator[ParameterServerStrategy]:
     """Two servers."""
-    with LocalCluster(2, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
-        yield strategy
+    yield from run_strategy(2, 1)
 
 
 def pulled(strategy: ParameterServerStrategy, variable: Variable) -> tuple[float, int]:

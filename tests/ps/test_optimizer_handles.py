@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.conftest import run_strategy
 
 from pscluster.coordinator import (
     ClusterCoordinator,
     IndexedSlices,
-    LocalCluster,
     ParameterServerStrategy,
     Variable,
     optimizers,
@@ -39,8 +39,7 @@ CUTS: dict[str, list[int]] = {"whole": [1], "rows": [3], "blocks": [2, 2]}
 @pytest.fixture(scope="module")
 def strategy() -> Iterator[ParameterServerStrategy]:
     """Two servers and a worker."""
-    with LocalCluster(2, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
-        yield strategy
+    yield from run_strategy(2, 1)
 
 
 @pytest.fixture(autouse=True)

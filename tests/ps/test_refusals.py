@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
+from tests.conftest import run_strategy
 
 from pscluster.coordinator import (
     FixedShardsPartitioner,
@@ -34,8 +35,7 @@ IDS = IndexedSlices
 @pytest.fixture(scope="module")
 def strategy() -> Iterator[ParameterServerStrategy]:
     """Two servers."""
-    with LocalCluster(2, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
-        yield strategy
+    yield from run_strategy(2, 1)
 
 
 @pytest.fixture(autouse=True)

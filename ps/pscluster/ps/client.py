@@ -26,7 +26,7 @@ import numpy.typing as npt
 import tenacity
 
 from pscluster.core.channels import PeerAddress, explain, wait_for_peers
-from pscluster.core.context import current_function
+from pscluster.core.context import FunctionContext, current_function
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import (
     MisuseError,
@@ -40,7 +40,7 @@ from pscluster.core.errors import (
 from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, unpack, view
 from pscluster.ps.connections import Server, Session
 from pscluster.ps.kept import Kept, Verdict, kept_bytes
-from pscluster.ps.plans import MAX_PLANS, Array, ReadPlan, WholeVariable
+from pscluster.ps.plans import Array, ReadPlan, WholeVariable, remember
 from pscluster.ps.service import SESSION_BYTES
 from pscluster.ps.store import partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
@@ -88,6 +88,11 @@ def _padded(buffers: Iterable[memoryview]) -> list[Buffer]:
         if gap := padding(len(buffer)):
             segments.append(bytes(gap))
     return segments
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Is it worth to try again? Not where a server is known to be lost."""
+    return isinstance(error, UnavailableError) and not isinstance(error, PSUnavailableError)
 
 
 class _Sequences:
@@ -170,15 +175,23 @@ class PsClient:
         if self._closed:
             raise StaleError("this job is over: its strategy was closed, and its variables are gone")
 
+    def _begin(self) -> FunctionContext | None:
+        """The function that runs here, if one does. Raises where nothing more is to be read or updated."""
+        self._check_open()
+        function = current_function()
+        if function is not None:
+            function.check()
+        return function
+
     # Exchanges
 
     def _retrying(self, server: Server, attempt: Callable[[], Any]) -> Any:
         """Repeat what fails because the server can't be reached, until `retry_seconds` behind the first failure."""
         try:
             return self._once(server, attempt)
-        except PSUnavailableError:
-            raise
-        except UnavailableError:
+        except UnavailableError as error:
+            if not _may_pass(error):
+                raise
             # Patience counts from here, not from the beginning: the first attempt may have been a long transfer.
             return self._retry(server, attempt, time.monotonic())
 
@@ -192,7 +205,7 @@ class PsClient:
             failure = error
         if isinstance(failure, StaleError):
             server.check_incarnation()  # a server that was restarted knows nothing of the job
-        if not isinstance(failure, UnavailableError) or isinstance(failure, PSUnavailableError):
+        if not _may_pass(failure):
             raise failure
         function = current_function()
         if function is not None:
@@ -207,9 +220,7 @@ class PsClient:
 
         try:
             return tenacity.Retrying(
-                retry=tenacity.retry_if_exception(
-                    lambda e: isinstance(e, UnavailableError) and not isinstance(e, PSUnavailableError)
-                ),
+                retry=tenacity.retry_if_exception(_may_pass),
                 wait=tenacity.wait_random_exponential(multiplier=0.02, max=1.0),
                 stop=lambda _: time.monotonic() - failing_since >= self._retry_seconds,
             )(again)
@@ -283,10 +294,7 @@ class PsClient:
 
     def read(self, parts: Sequence[ReadPart]) -> None:
         """Read every part to where it is to land: one request a server, all servers at once."""
-        self._check_open()
-        function = current_function()
-        if function is not None:
-            function.check()
+        self._begin()
         to_keep: list[tuple[ReadPart, int]] = []
         if self._kept.limit:
             parts, to_keep = self._without_copies(parts)
@@ -375,15 +383,10 @@ class PsClient:
         if plan is None:
             plan = ReadPlan(self.job, describe())
             with self._planning:
-                while len(self._plans) >= MAX_PLANS:
-                    del self._plans[next(iter(self._plans))]
-                self._plans[key] = plan
+                remember(self._plans, key, plan)
         if max(plan.sizes.values(), default=0) > SESSION_BYTES:
             return None
-        self._check_open()
-        function = current_function()
-        if function is not None:
-            function.check()
+        self._begin()
         payloads: dict[int, memoryview] = {}
 
         def finish(index: int, reply: ps_pb2.Reply, payload: memoryview) -> None:
@@ -417,10 +420,7 @@ class PsClient:
 
     def update(self, parts: Sequence[UpdatePart]) -> None:
         """Apply every part once, however often it has to be sent. Returns when all servers have acknowledged."""
-        self._check_open()
-        function = current_function()
-        if function is not None:
-            function.check()
+        function = self._begin()
         by_server: defaultdict[int, list[UpdatePart]] = defaultdict(list)
         for part in parts:
             by_server[part.server].append(part)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,17 @@ MAX_PLANS = 64
 
 MAX_REQUEST_BYTES = 64 << 10
 """Larger requests are not kept by the server."""
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def remember(plans: dict[K, V], key: K, plan: V) -> None:
+    """Keep one more; the caller holds the lock of whoever else does."""
+    while len(plans) >= MAX_PLANS:
+        del plans[next(iter(plans))]
+    plans[key] = plan
 
 
 @dataclass(frozen=True, slots=True)

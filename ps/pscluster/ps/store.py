@@ -37,7 +37,7 @@ from pscluster.core.frames import CHUNK_BYTES, Buffer, padding, view
 from pscluster.core.geometry import AxisSlice, Partition
 from pscluster.ps.birth import born, filler, no_handles
 from pscluster.ps.ledger import Ledger, Origin
-from pscluster.ps.plans import MAX_PLANS, MAX_REQUEST_BYTES, PreparedRead
+from pscluster.ps.plans import MAX_REQUEST_BYTES, PreparedRead, remember
 from pscluster.ps.rules import (
     RULES,
     UpdateRule,
@@ -451,9 +451,7 @@ class Store:
                 shards = [self._shard(item.variable, item.shard)[1] for item in request.items]
             except UnknownVariableError:  # deleted since
                 return
-            while len(self._prepared) >= MAX_PLANS:
-                del self._prepared[next(iter(self._prepared))]
-            self._prepared[data] = PreparedRead([(shard.lock, view(shard.array)) for shard in shards])
+            remember(self._prepared, data, PreparedRead([(shard.lock, view(shard.array)) for shard in shards]))
 
     def _check_ids(self, variable: int, table: Array, ids: Ids) -> None:
         rows = table.shape[0]
