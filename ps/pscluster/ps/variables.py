@@ -641,12 +641,15 @@ class SlotVariable(Variable):
 _NOT_NESTED = (Set, Iterator, KeysView, ValuesView, ItemsView, deque)  # whoever passes one expects to get it read
 
 
+_WHOLE = {Variable, ShardedVariable}  # not their slots, nor single shards
+
+
 def read_variables(variables: Sequence[Variable | Shard]) -> list[Array]:
     """The values of several variables of one strategy: one request a server, all servers at once."""
     if not variables:
         return []
     client = _one_client([each.variable if isinstance(each, Shard) else each for each in variables])
-    if all(type(each) is Variable or type(each) is ShardedVariable for each in variables):
+    if set(map(type, variables)) <= _WHOLE:
         whole = cast(Sequence[Variable], variables)
         values = client.read_planned([each._id for each in whole], lambda: [each._whole() for each in whole])
         if values is not None:
@@ -689,7 +692,7 @@ def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array
 
 def read_structure(structure: Any) -> Any:
     """Any nesting of variables, with their values in their places: one request a server."""
-    if type(structure) is list and all(isinstance(leaf, Variable) for leaf in structure):
+    if type(structure) is list and all(issubclass(kind, Variable) for kind in set(map(type, structure))):
         return read_variables(structure)  # the common case
     found: dict[int, Variable | Shard] = {}
 
