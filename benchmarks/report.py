@@ -113,8 +113,8 @@ TensorFlow's functions are traced by then.
 - **One client, one server**: a worker reads or assigns one tensor; beside it a Python socket that sends from, and
   receives into, warm memory.
 - **Bare gRPC** is the limit: the same bytes between as many servers and workers, moved by Python's gRPC with nothing
-  around it (`grpc_side.py`): no variables, checks, locks or once-only updates, and no optimizer, for a row's update the
-  rows are subtracted. For "schedule to fetch" it is one message of a byte there and back, with no queue and no function.
+  around it (`grpc_side.py`): no variables, checks, locks or once-only updates, and no optimizer: rows that would be a
+  gradient are subtracted. For "schedule to fetch" it is a byte there and back, with no queue and no function.
 - Nothing is kept by clients (`PSCLUSTER_KEEP_MIB=0`), but where the row says so: rows are about moving bytes.
 """
 
