@@ -21,10 +21,12 @@ RUN chmod -R a+rX,go-w examples
 
 FROM python:3.12-slim
 ENV PYTHONUNBUFFERED=1 \
-    PYTHONDONTWRITEBYTECODE=1
-# /run/pscluster holds the cluster token. A new named volume mounted there takes over owner and mode.
+    PYTHONDONTWRITEBYTECODE=1 \
+    PSCLUSTER_STATE_DIR=/var/lib/pscluster
+# /run/pscluster holds the cluster token, /var/lib/pscluster what parameter servers restore. A new named volume mounted
+# there takes over owner and mode.
 RUN useradd --system --uid 10001 --user-group --home-dir /app --shell /usr/sbin/nologin pscluster \
- && install --directory --owner=pscluster --group=pscluster --mode=0700 /run/pscluster
+ && install --directory --owner=pscluster --group=pscluster --mode=0700 /run/pscluster /var/lib/pscluster
 COPY --from=build /requirements.txt /tmp/requirements.txt
 RUN pip install --no-cache-dir --root-user-action=ignore --requirement /tmp/requirements.txt
 COPY --from=build /wheels /tmp/wheels

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +43,10 @@ _LASTING_THREADS = ("pscluster-loop", "session-watchdog", "(_poll_wrapper)", "py
 def pytest_configure() -> None:
     """A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C, which some send."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Parameter servers that tests start by themselves keep their state here, not in the user's own directory.
+    folder = tempfile.mkdtemp(prefix="pscluster-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["PSCLUSTER_STATE_DIR"] = folder
 
 
 def until(predicate: Callable[[], object], what: str, state: Callable[[], object] = lambda: "") -> None:

@@ -42,7 +42,7 @@ class TestAttachment:
         """Another coordinator is refused while the role is held; the refusal names the holder and what to do."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
-        with pytest.raises(BusyError, match="ps 0 works for chief a; end that job, or give this coordinator"):
+        with pytest.raises(BusyError, match="ps 0 works for chief a; end that job, take it over with take_over=True"):
             attachment.attach(B, "chief b")
         assert (attachment.job, attachment.holder, attachment.held) == (A, "chief a", True)
 
@@ -74,12 +74,25 @@ class TestAttachment:
         assert attachment.attach(A, "chief a") is True, "fresh again: its state was dropped"
 
     def test_end_of_another_job(self) -> None:
-        """Nobody ends a job that another coordinator holds the role for."""
+        """Nobody ends a job that is another's, not even while its coordinator is out of reach."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
         with pytest.raises(StaleError, match="ps 0 works for another job"):
             attachment.end(B)
         assert attachment.held
+        attachment.detach(attachment.number)
+        with pytest.raises(StaleError, match="ps 0 works for another job"):
+            attachment.end(B)
+        assert attachment.job == A
+
+    def test_take_over(self) -> None:
+        """A held role goes to whoever says so; the late end of the stream before changes nothing."""
+        attachment = Attachment("ps 0")
+        attachment.attach(A, "chief a")
+        first = attachment.number
+        assert attachment.attach(B, "chief b", take_over=True) is True
+        attachment.detach(first)
+        assert (attachment.job, attachment.holder, attachment.held) == (B, "chief b", True)
 
 
 class AttachmentMachine(RuleBasedStateMachine):
@@ -121,8 +134,8 @@ class AttachmentMachine(RuleBasedStateMachine):
 
     @rule(job=jobs)
     def end(self, job: int) -> None:
-        """A held role is freed by its own job's end only."""
-        if self.holder and self.holder != job:
+        """A job whose state is here is ended by itself only, also while nobody holds the role."""
+        if self.kept and self.kept != job:
             with pytest.raises(StaleError):
                 self.attachment.end(job)
             return

@@ -51,7 +51,7 @@ class StrawServer:
         self.asked = 0
         self.hello: Callable[[], None] = lambda: None
 
-    def check_incarnation(self) -> None:
+    def check_holding(self) -> None:
         """Answers as the test says."""
         self.asked += 1
         self.hello()

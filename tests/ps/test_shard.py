@@ -119,7 +119,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.integers(0, len(self.array) - 1), max_size=6))
         ids = np.array(rows, np.int64)
         with self.shard.lock:
-            self.shard.before_change(self.shard.blocks_of_rows(ids, self.array.nbytes // len(self.array)))
+            self.shard.before_rows_change(ids)
             self.array[ids] = self.fresh((len(ids), self.array.shape[1]))
 
     def end(self, reading: Reading) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -225,7 +226,11 @@ def test_address_in_use(tmp_path: Path) -> None:
     cluster = make_cluster()
     with Roles(cluster, tmp_path) as roles:
         roles.ps().wait_for("serving on")
-        for role, command in (("ps", ["ps"]), ("chief", ["coordinator", roles.script(JOB)])):
+        with Process([*PSCLUSTER, "ps"], environ(tf_config(cluster, "ps"))) as process:
+            assert re.match(
+                r"another parameter server \(pid \d+\) keeps its state in .*--state-dir", complaint(process, 2)
+            )
+        for role, command in (("ps", ["ps", "--durability", "none"]), ("chief", ["coordinator", roles.script(JOB)])):
             address = cluster["ps"][0]
             jobs = {"ps": free_addresses(1), "chief": [address]} if role == "chief" else {}
             with Process([*PSCLUSTER, *command], environ(tf_config({**cluster, **jobs}, role))) as process:
@@ -390,7 +395,7 @@ def test_second_coordinator(tmp_path: Path) -> None:
         line = complaint(roles.start("coordinator", roles.script(JOB, "job.py"), role="chief"), 1)
         assert line.startswith("ps 0 (")
         assert " works for chief 0 (" in line
-        assert line.endswith("; end that job, or give this coordinator a cluster of its own")
+        assert line.endswith("take it over with take_over=True, or give this coordinator a cluster of its own")
         gate.touch()
         assert first.wait() == 0
         last = roles.start("coordinator", roles.script(JOB, "job.py"), role="chief")

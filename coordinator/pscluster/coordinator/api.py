@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pscluster.coordinator.checkpoints import Checkpoint, CheckpointManager, RestoredFrom
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.local_cluster import LocalCluster
@@ -28,6 +29,8 @@ from pscluster.worker.strategy import ReduceOp
 __version__ = VERSION
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointManager",
     "ClusterCoordinator",
     "ClusterResolver",
     "ClusterSpec",
@@ -45,6 +48,7 @@ __all__ = [
     "ReduceOp",
     "RemoteValue",
     "RemoteValueStatus",
+    "RestoredFrom",
     "Server",
     "ShardedVariable",
     "SimpleClusterResolver",

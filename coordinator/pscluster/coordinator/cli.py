@@ -128,6 +128,42 @@ def token_command(path: Path | None) -> None:
         create_token_file(path)
 
 
+@cli.group("checkpoint")
+def checkpoint_group() -> None:
+    """Look at checkpoints. DIRECTORY: of one, or of several, whose newest is meant; or a URL of fsspec."""
+
+
+@checkpoint_group.command("inspect")
+@click.argument("directory")
+def inspect_command(directory: str) -> None:
+    """Print what is in a checkpoint."""
+    from pscluster.coordinator.checkpoints import tools
+
+    click.echo(tools.inspect(tools.where(directory)))
+
+
+@checkpoint_group.command("verify")
+@click.argument("directory")
+def verify_command(directory: str) -> None:
+    """Compare every byte with what was written. Exit code 0: it is whole."""
+    from pscluster.coordinator.checkpoints import tools
+
+    path = tools.where(directory)
+    index = tools.verify(path)
+    click.echo(f"{path} is whole: {len(index.variables)} variables, {index.nbytes:,} bytes in {len(index.files)} files")
+
+
+@checkpoint_group.command("merge")
+@click.argument("directory")
+@click.argument("out")
+def merge_command(directory: str, out: str) -> None:
+    """Write the variables whole to the directory OUT, as sharded safetensors with the usual index."""
+    from pscluster.coordinator.checkpoints import tools
+
+    for name in tools.merge(tools.where(directory), out):
+        click.echo(f"{out.rstrip('/')}/{name}")
+
+
 @cli.command("version")
 def version_command() -> None:
     """Print the version."""

@@ -11,6 +11,7 @@ functions reach the servers in the background, since they only free memory there
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
@@ -153,6 +154,7 @@ class Dispatcher:
         self._wake_asked = False
         self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
+        self._paused = 0
         self._jobs: list[asyncio.Task[None]] = []
 
     # On users' threads
@@ -213,6 +215,46 @@ class Dispatcher:
                 raise error.with_traceback(None)  # else one that is final would grow with every call
             self._changed.wait()
 
+    @contextlib.contextmanager
+    def paused(self, timeout: float) -> Iterator[None]:
+        """Within the block no function runs: those that do end first, those that have not started wait.
+
+        Raises:
+            WaitTimeoutError: some still run after so many seconds; the message names them. They go on.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            with self._lock:
+                self._paused += 1
+            self._loop.call_soon_threadsafe(self._recall_waiting)
+            with self._lock:
+                while self._scheduler.in_flight:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise WaitTimeoutError(f"after {timeout:g} s functions still run: {self._running()}")
+                    self._changed.wait(left)
+            yield
+        finally:
+            with self._lock:
+                self._paused -= 1
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._wake_all)
+
+    def _running(self) -> str:
+        """Under the lock: what the workers have, by name."""
+        found = [
+            f"{task.payload.function.name} on {link.peer}"
+            for index, link in enumerate(self._links)
+            for task in self._scheduler.workers[index].sent.values()
+        ]
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        return ", ".join(found[:5]) + more
+
+    def _recall_waiting(self) -> None:
+        """What has not started comes back."""
+        for index in range(len(self._links)):
+            self._recall(index, cancel_running=False)
+
     def add_resource(self, recipe: ResourceRecipe) -> None:
         """Build this on every worker before its next function."""
         with self._lock:
@@ -254,7 +296,9 @@ class Dispatcher:
         """Begin to dial workers and to watch the servers."""
         jobs = [self._serve_worker(index) for index in range(len(self._links))]
         jobs += [self._watch_server(server) for server in self._servers]
-        jobs.append(self._report_finished())
+        told = [IntervalSet() for _ in self._servers]
+        jobs += [self._tell_finished(server, untold) for server, untold in zip(self._servers, told, strict=True)]
+        jobs.append(self._collect_finished(told))
         self._jobs = [asyncio.create_task(self._supervised(job)) for job in jobs]
 
     async def _supervised(self, job: Coroutine[Any, Any, None]) -> None:
@@ -280,6 +324,8 @@ class Dispatcher:
             cancelled = self._scheduler.abort(CancelledError(f"the job is over: {reason}"), final=True)
             self._settle_cancelled(cancelled)
             self._changed.notify_all()
+        for server in self._servers:
+            server.over = True
         # The roles first, while they still see the coordinator: an ended job is no lost coordinator.
         peers = [*(link.peer for link in self._links), *(server.peer for server in self._servers)]
         await asyncio.gather(*(end_job(peer, self._attach.job, reason, self._metadata) for peer in peers))
@@ -448,7 +494,7 @@ class Dispatcher:
                 return
             with self._changed:
                 full = self._scheduler.waiting >= self._max_queued
-                tasks = self._scheduler.take(index)
+                tasks = [] if self._paused else self._scheduler.take(index)
                 if full and tasks:
                     self._changed.notify_all()
             link.hungry = not tasks
@@ -608,7 +654,7 @@ class Dispatcher:
                     returned.append(number)
             if returned:
                 self._settle_cancelled(scheduler.give_back(index, returned))
-            if not scheduler.in_flight and (scheduler.idle or scheduler.error is not None):
+            if not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or self._paused):
                 self._changed.notify_all()
             failed = scheduler.error is not None and before is None
         if failed:
@@ -741,21 +787,27 @@ class Dispatcher:
         logger.error("%s", error)
         self._abort(error, final=True)
 
-    async def _report_finished(self) -> None:
-        untold = IntervalSet()
+    async def _collect_finished(self, untold: Sequence[IntervalSet]) -> None:
         while True:
             await asyncio.sleep(FINISH_SECONDS)
             with self._lock:
                 ended, self._scheduler.ended = self._scheduler.ended, []
             for start, stop in _runs(sorted(ended)):
-                untold.add(start, stop)
+                for each in untold:
+                    each.add(start, stop)
+
+    async def _tell_finished(self, server: PsLink, untold: IntervalSet) -> None:
+        """Each server for itself: one that is gone keeps nobody else waiting."""
+        while True:
+            await asyncio.sleep(FINISH_SECONDS)
             if not (intervals := list(untold)):
                 continue
             try:
-                await asyncio.gather(*(server.finish_functions(intervals) for server in self._servers))
-                untold = IntervalSet()
+                await server.finish_functions(intervals)
             except PsClusterError as error:  # a server that is lost is noticed elsewhere
-                logger.debug("not all servers know which functions have ended: %s", error)
+                logger.debug("%s does not know which functions have ended: %s", server.peer, error)
+            else:
+                untold.remove(intervals)
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -31,6 +32,7 @@ from pscluster.core.errors import (
 )
 from pscluster.core.frames import Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.rpc import Stub
+from pscluster.ps.ledger import IntervalSet
 from pscluster.ps.service import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
@@ -38,9 +40,6 @@ from pscluster.worker.service import SERVICE as WORKER_SERVICE
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
-PS_PATIENCE_SECONDS = 10.0
-"""So long a parameter server may be out of reach before it counts as dead."""
-
 _UNLOADED_SECONDS = 600.0  # a definition or dataset may take long to load
 
 Metadata = tuple[tuple[str, str], ...]
@@ -66,26 +65,55 @@ def _open(peer: PeerAddress) -> grpc.aio.Channel:
 class PsLink:
     """The coordinator's control of one parameter server."""
 
-    def __init__(self, peer: PeerAddress, metadata: Metadata, attach: node_pb2.AttachRequest) -> None:
+    def __init__(
+        self,
+        peer: PeerAddress,
+        metadata: Metadata,
+        attach: node_pb2.AttachRequest,
+        declare_again: Callable[[int, Sequence[int]], Awaitable[None]],
+    ) -> None:
+        """Nothing is dialled yet.
+
+        Args:
+            declare_again: sends a server, by its index, the rules of these optimizers, which it keeps nowhere.
+        """
         self.peer = peer
         self._metadata = metadata
         self._request = attach
+        self._declare_again = declare_again
+        self._closed: list[int] = []  # incarnations; what a server that comes back has to know before it serves
+        self._finished = IntervalSet()
         self._channel = _open(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
         self._ps = Stub(self._channel, PS_SERVICE)
         self._attached: Any = None
-        self._incarnation = (0, 0)  # of the process, and of what it holds for this job
+        self._watching: asyncio.Task[PSUnavailableError] | None = None
+        self.over = False  # the job is being ended: that the server goes is no news
+        self.restored = ""  # what it said of that when it was taken
+        self.holding = 0  # the number of what it holds for this job
 
     async def attach(self) -> None:
         """Take the server for this job. BusyError while another coordinator holds it."""
-        call = self._node.attach(self._request, metadata=self._metadata)
+        request = node_pb2.AttachRequest()
+        request.CopyFrom(self._request)
+        request.holding = self.holding
+        request.closed.extend(self._closed)
+        for start, stop in self._finished:
+            request.finished_starts.append(start)
+            request.finished_stops.append(stop)
+        call = self._node.attach(request, metadata=self._metadata)
         try:
             event = await call.read()
         except grpc.RpcError as error:
-            raise from_rpc(error, str(self.peer)) from None
+            failure = from_rpc(error, str(self.peer))
+            if isinstance(failure, StaleError):
+                failure = PSUnavailableError(f"{self.peer} refuses this coordinator: {failure}")
+            raise failure from None
         if event is grpc.aio.EOF:
             raise UnavailableError(f"{self.peer} ended the attachment")
-        self._attached, self._incarnation = call, (event.identity.incarnation, event.incarnation)
+        if event.missing_rules:
+            await self._declare_again(self.peer.index, event.missing_rules)
+        self._attached, self.holding, self.restored = call, event.incarnation, event.restored
 
     async def take(self) -> None:
         """Take the server, patiently where it can't be reached; BusyError at once."""
@@ -96,13 +124,26 @@ class PsLink:
         except tenacity.RetryError as error:
             raise UnavailableError(str(error.last_attempt.exception())) from None
 
+    def begin(self) -> None:
+        """Look after the server from now on: take it again when it comes back."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
     async def watch(self) -> PSUnavailableError:
         """Return, with the reason, when the server is lost: it can't be reached, or no longer holds what it held."""
+        self.begin()
+        assert self._watching is not None
+        return await asyncio.shield(self._watching)
+
+    async def _watch(self) -> PSUnavailableError:
         while True:
             with suppress(grpc.RpcError):
                 while await self._attached.read() is not grpc.aio.EOF:
                     pass
-            before = self._incarnation
+            gone = time.monotonic()
+            if not self.over:
+                timeout = self._request.ps_timeout
+                logger.warning("%s is out of reach; it is waited for, %g s at most", self.peer, timeout)
             try:
                 # Busy: the end of the old connection has not been noticed there yet.
                 async for attempt in self._retrying(BusyError):
@@ -110,23 +151,25 @@ class PsLink:
                         await self.attach()
             except (PsClusterError, tenacity.RetryError) as error:
                 why = error.last_attempt.exception() if isinstance(error, tenacity.RetryError) else error
+                if isinstance(why, PSUnavailableError):
+                    return why
                 return PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {why}")
-            if self._incarnation != before:
-                return self._restarted()
-
-    def _restarted(self) -> PSUnavailableError:
-        return PSUnavailableError(
-            f"{self.peer} was restarted, or worked for another coordinator meanwhile, and has lost its shards of all "
-            "variables: start a new coordinator to begin anew"
-        )
+            took = time.monotonic() - gone
+            if self.restored:
+                logger.warning("%s is back after %.1f s, with %s", self.peer, took, self.restored)
+            else:
+                logger.info("%s is in reach again after %.1f s", self.peer, took)
 
     async def close_incarnation(self, incarnation: int) -> None:
         """Nothing of it is applied on this server afterwards. PSUnavailableError if the server is lost."""
+        self._closed.append(incarnation)
         request = ps_pb2.CloseIncarnationRequest(job=self._request.job, incarnation=incarnation)
         await self._repeated(lambda: self._ps.close_incarnation(request, metadata=self._metadata, timeout=CALL_SECONDS))
 
     async def finish_functions(self, intervals: Sequence[tuple[int, int]]) -> None:
         """These functions have ended."""
+        for start, stop in intervals:
+            self._finished.add(start, stop)
         request = ps_pb2.FinishFunctionsRequest(
             job=self._request.job,
             starts=[start for start, _ in intervals],
@@ -136,6 +179,9 @@ class PsLink:
 
     async def close(self) -> None:
         """Close the connection."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait((self._watching,))
         await self._channel.close()
 
     async def _repeated(self, call: Callable[[], Awaitable[Any]]) -> None:
@@ -148,15 +194,16 @@ class PsLink:
                         raise from_rpc(error, str(self.peer)) from None
         except tenacity.RetryError as error:
             raise PSUnavailableError(str(error.last_attempt.exception())) from None
-        except StaleError:  # it knows nothing of the job: another process serves there
-            raise self._restarted() from None
+        except StaleError as error:  # it knows nothing of the job: it was restarted, and has lost what it held
+            raise PSUnavailableError(f"{self.peer}: {error}") from None
 
-    @staticmethod
-    def _retrying(*also: type[PsClusterError]) -> tenacity.AsyncRetrying:
+    def _retrying(self, *also: type[PsClusterError]) -> tenacity.AsyncRetrying:
         return tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type((UnavailableError, *also)),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
-            stop=tenacity.stop_after_delay(PS_PATIENCE_SECONDS),
+            retry=tenacity.retry_if_exception(
+                lambda error: isinstance(error, (UnavailableError, *also)) and not isinstance(error, PSUnavailableError)
+            ),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.25),
+            stop=tenacity.stop_after_delay(self._request.ps_timeout),
         )
 
 

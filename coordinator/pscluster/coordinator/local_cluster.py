@@ -17,10 +17,9 @@ The waiters were preferred to one selector over pidfds: they work wherever there
 one machine has dozens of processes, not thousands. All state is guarded by one condition, which is notified
 at every change; processes are started, and logs written, outside of it.
 
-What may be lost: a parameter server that dies takes its variables along (what was saved of them comes back
-with the coordinator's help, not from here), a worker the functions in flight, which the coordinator hands out
-anew. When this process dies, however it does, the children see the end of their standard input and stop in
-order by themselves; only one that hangs at that very moment stays behind.
+What may be lost: of a parameter server that dies what `durability` says, of a worker the functions in flight,
+which the coordinator hands out anew. When this process dies, however it does, the children see the end of their
+standard input and stop in order by themselves; only one that hangs at that very moment stays behind.
 
 What a role starts dies with it: each role leads a process group, and what is left of the group when the role
 has died is killed, lest a data loader that inherited the listening socket takes the connections of the next
@@ -35,10 +34,12 @@ import logging
 import os
 import queue
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -70,10 +71,12 @@ from pscluster.core.cluster import ClusterResolver, ClusterSpec, Task, TFConfig
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
 from pscluster.core.serving import GRACE_SECONDS
 from pscluster.core.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
+from pscluster.ps.durable.keeper import DURABILITY_VARIABLE, STATE_VARIABLE
+from pscluster.ps.durable.plan import Durability
 
 logger = logging.getLogger("pscluster.local_cluster")
 
-_OURS = frozenset({"TF_CONFIG", TOKEN_VARIABLE, TOKEN_FILE_VARIABLE})
+_OURS = frozenset({"TF_CONFIG", TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, DURABILITY_VARIABLE, STATE_VARIABLE})
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _SHARES_PORTS = hasattr(socket, "SO_REUSEPORT")
 # What ends a process that does nothing about it, so that kill() can wait for the end.
@@ -121,6 +124,8 @@ class LocalCluster(ClusterResolver):
         token: str | None = None,
         cwd: str | os.PathLike[str] | None = None,
         grace: float = GRACE_SECONDS + 5.0,
+        durability: str | None = None,
+        state_dir: str | os.PathLike[str] | None = None,
         _command: Sequence[str] | None = None,
         _on_failure: Callable[[LocalClusterError], None] | None = None,
     ) -> None:
@@ -140,6 +145,11 @@ class LocalCluster(ClusterResolver):
             cwd: the processes' working directory. Default: this one's.
             grace: seconds that a process has to stop in after SIGTERM, before it is killed. The roles take up
                 to 10 s for what runs to end; a stop of the cluster takes twice the grace at most.
+            durability: what the death of a parameter server may cost: "none" (all that it held), "snapshot" (what came
+                since its last snapshot, seconds ago) or "log" (nothing). Default: $PSCLUSTER_DURABILITY, or
+                "snapshot".
+            state_dir: where parameter servers keep their state. Default: a temporary directory, which goes with the
+                cluster.
             _command: for tests: what to start in place of `python -m pscluster.ROLE`; it finds its role in
                 TF_CONFIG.
             _on_failure: called, on the monitor's thread, with the error of a task that was given up.
@@ -156,17 +166,23 @@ class LocalCluster(ClusterResolver):
             raise ConfigurationError(f"grace is {grace}; give 0 seconds or more")
         if taken := _OURS.intersection(env or ()):
             raise ConfigurationError(
-                f"env names {', '.join(sorted(taken))}, which LocalCluster sets; use token= instead"
+                f"env names {', '.join(sorted(taken))}, which LocalCluster sets; use token=, durability= or state_dir="
             )
         if log_level.upper() not in _LOG_LEVELS:
             raise ConfigurationError(f"log_level is {log_level!r}; give one of {', '.join(_LOG_LEVELS)}")
+        durability = durability or os.environ.get(DURABILITY_VARIABLE) or Durability.SNAPSHOT.value
+        if durability not in {kind.value for kind in Durability}:
+            kinds = ", ".join(repr(kind.value) for kind in Durability)
+            raise ConfigurationError(f"durability is {durability!r}; give one of {kinds}")
         if cwd is not None and not Path(cwd).is_dir():
             raise ConfigurationError(f"cwd is {os.fspath(cwd)!r}, which is no directory")
         self.token = new_token() if token is None else str(load_token(None, {TOKEN_VARIABLE: token}))
         super().__init__("chief", 0, "grpc", "")
         self._counts = {"ps": num_ps, "worker": num_workers}
         self._host = host
-        self._env = {**_one_share_of_cores(num_workers), **(env or {})}
+        self._env = {**_one_share_of_cores(num_workers), **(env or {}), DURABILITY_VARIABLE: durability}
+        self._state_dir = None if state_dir is None else os.path.abspath(state_dir)
+        self._own_state_dir = ""  # to be removed
         self._cwd = cwd
         self._command = _command
         self._on_failure = _on_failure
@@ -205,6 +221,9 @@ class LocalCluster(ClusterResolver):
             if self._monitor is not None:
                 return self
             self._reserve_ports()
+            if self._state_dir is None:
+                self._state_dir = self._own_state_dir = tempfile.mkdtemp(prefix="pscluster-state-")
+            self._env[STATE_VARIABLE] = self._state_dir
             self._owner = os.getpid()
             # A daemon, so that an interpreter that exits gets to its atexit handlers, which stop it.
             self._monitor = threading.Thread(target=self._run, name="local-cluster-monitor", daemon=True)
@@ -549,6 +568,8 @@ class LocalCluster(ClusterResolver):
             waiter.join()
         for reserved in self._reserved.values():
             reserved.close()
+        if self._own_state_dir:
+            shutil.rmtree(self._own_state_dir, ignore_errors=True)
         with self._changed:
             self._ended.set()
             self._changed.notify_all()

@@ -13,7 +13,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,8 +23,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from pscluster.coordinator import loop
+from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
 from pscluster.coordinator.dispatch import Dispatcher
+from pscluster.coordinator.job_progress import JobProgress
 from pscluster.coordinator.links import PsLink
+from pscluster.coordinator.live_job import LiveJob, continue_job, default_job_name
 from pscluster.coordinator.local_cluster import LocalCluster
 from pscluster.coordinator.partitioners import partition_for
 from pscluster.coordinator.placement import Placer
@@ -45,6 +48,7 @@ from pscluster.ps.client import PsClient
 from pscluster.ps.creating import Partitioner, VariableRequest, colocated_with, colocation, creating_with
 from pscluster.ps.handles import handle_of
 from pscluster.ps.initializers import Initializer
+from pscluster.ps.store import partition_of
 from pscluster.ps.variables import Array, Shard, Variable, whole_index
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 from pscluster.worker.strategy import Strategy
@@ -53,6 +57,9 @@ if TYPE_CHECKING:
     from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 
 logger = logging.getLogger(__name__)
+
+PS_TIMEOUT = 600.0
+"""Seconds for which a parameter server that is gone is waited for."""
 
 # Held here until they are closed: a strategy that nobody refers to any more has a job all the same.
 _open: set[ParameterServerStrategy] = set()
@@ -71,11 +78,17 @@ class ParameterServerStrategy(Strategy):
         seed: from which per-worker datasets derive theirs.
         token: the cluster token; default: from the environment.
         connect_timeout: seconds to wait for the cluster's tasks.
+        ps_timeout: seconds for which a parameter server that is gone is waited for, by functions and by all calls
+            here. One that comes back with what it held is gone on with.
+        job_name: names the job to the servers. Default: the path of the script.
+        resume: go on with what the servers hold of a job of this name whose coordinator has died: variables and
+            optimizers that are made here under the name of one that lives take it as it is. False: begin anew.
+        take_over: take the tasks from another coordinator that has them now; what it still sends is refused.
 
     Raises:
         ConfigurationError: the cluster's description is wrong.
         UnavailableError: tasks were missing when the time was over; the message names them.
-        BusyError: another coordinator works with this cluster.
+        BusyError: another coordinator works with this cluster; the message names it.
     """
 
     def __init__(
@@ -87,7 +100,13 @@ class ParameterServerStrategy(Strategy):
         seed: int = 0,
         token: str | None = None,
         connect_timeout: float | None = None,
+        ps_timeout: float = PS_TIMEOUT,
+        job_name: str | None = None,
+        resume: bool = True,
+        take_over: bool = False,
     ) -> None:
+        if not ps_timeout > 0:
+            raise ConfigurationError(f"ps_timeout is {ps_timeout}; give more than 0 seconds")
         spec = cluster_resolver.cluster_spec()
         validate_for_strategy(spec, cluster_resolver.task_type, cluster_resolver.task_id)
         options = process_options()
@@ -110,22 +129,38 @@ class ParameterServerStrategy(Strategy):
         self._servers: list[PsLink] = []
 
         self.job = fresh_id()
+        self._live = LiveJob()
+        self._progress = JobProgress(self)
         self.identity = make_identity("chief", 0)
         self._metadata = call_metadata(token)
         ps = [PeerAddress("ps", i, spec.task_address("ps", i)) for i in spec.task_indices("ps")]
         self._workers = [PeerAddress("worker", i, spec.task_address("worker", i)) for i in spec.task_indices("worker")]
         if [peer.index for peer in ps] != list(range(len(ps))):
             raise ConfigurationError("the cluster's parameter servers must be numbered from 0 without gaps")
-        client = PsClient(ps, self.identity, self._metadata, job=self.job, incarnation=fresh_id())
+        client = PsClient(
+            ps, self.identity, self._metadata, job=self.job, incarnation=fresh_id(), retry_seconds=ps_timeout
+        )
         super().__init__(client)
         self._attach_request = node_pb2.AttachRequest(
-            coordinator=self.identity, job=self.job, num_workers=len(self._workers), seed=seed
+            coordinator=self.identity,
+            job=self.job,
+            num_workers=len(self._workers),
+            seed=seed,
+            ps_timeout=ps_timeout,
+            job_name=default_job_name() if job_name is None else job_name,
+            lineage=fresh_id(),
+            epoch=1,
+            take_over=take_over,
         )
         try:
             self._server = self._serve(spec, options.with_token(token))
             wait_for_peers([*ps, *self._workers], self.identity, self._metadata, timeout=timeout, purpose="coordinator")
             self._client.connect(timeout)
+            if resume:
+                continue_job(self._attach_request, self._client.introductions())
             loop.run(self._attach(ps))
+            if self._attach_request.epoch > 1:
+                self._live = self._find_live()
         except BaseException:
             self.close("the coordinator could not connect")
             raise
@@ -146,14 +181,60 @@ class ParameterServerStrategy(Strategy):
         return RoleServer(self.identity, _CoordinatorRole(self), {}, address, options)
 
     async def _attach(self, peers: Sequence[PeerAddress]) -> None:
-        servers = [PsLink(peer, self._metadata, self._attach_request) for peer in peers]
+        servers = [PsLink(peer, self._metadata, self._attach_request, self._declare_again) for peer in peers]
         try:
-            await asyncio.gather(*(server.take() for server in servers))
+            await servers[0].take()  # of two coordinators that begin at once, server 0 picks one
+            await asyncio.gather(*(server.take() for server in servers[1:]))
         except BaseException:
             # The job has not begun: nobody is to be told that it is over, least of all another job's roles.
             await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
             raise
+        for server in servers:
+            server.begin()
         self._servers = servers
+        holdings = [server.holding for server in servers]
+        self._client.expect(holdings)
+        self._attach_request.holdings.extend(holdings)
+
+    async def _declare_again(self, server: int, optimizers: Sequence[int]) -> None:
+        """For a server that came back: the rules that it keeps nowhere."""
+        await asyncio.wrap_future(self._client.declare_again(server, list(optimizers)))
+
+    def _find_live(self) -> LiveJob:
+        """What the job has; what a coordinator that died has left half made is removed."""
+        live, remains = LiveJob.of(self._client.directory())
+        for name in remains:
+            self._client.delete_variable(name)
+        self._last_id = live.last_id
+        logger.info("going on with a job of %d variables: %s", len(live.variables), ", ".join(live.variables) or "none")
+        return live
+
+    def lives(self, variable: str) -> bool:
+        """Is there a variable of this name, made here or still to be attached to?"""
+        return variable in self._variables or variable in self._live.variables
+
+    @property
+    def resumed(self) -> bool:
+        """Does this go on with a job whose coordinator has died?"""
+        return self._attach_request.epoch > 1
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What `save_progress` has kept last, also by a coordinator before this one, or in a checkpoint; else {}."""
+        return self._progress.load()
+
+    def save_progress(self, **values: Any) -> None:
+        """Keep how far the job is (epoch, step, position in the data, random state) beside the variables.
+
+        It takes the place of what was kept before, is as durable as they are, and goes into checkpoints.
+
+        Args:
+            values: what JSON can hold; NumPy's numbers and arrays, too, which come back as Python's and lists.
+
+        Raises:
+            MisuseError: it is more than 64 KiB, or no JSON.
+        """
+        self._progress.save(values)
 
     def start_dispatcher(self, *, max_queued: int, max_attempts: int) -> Dispatcher:
         """For the ClusterCoordinator: begin to hand out functions."""
@@ -207,6 +288,20 @@ class ParameterServerStrategy(Strategy):
         self.close()
 
     @property
+    def dispatcher(self) -> Dispatcher | None:
+        """What hands out functions, once there is a ClusterCoordinator."""
+        return self._dispatcher
+
+    def prepare_progress(self, saved: Container[str]) -> None:
+        """A checkpoint is to be restored: have a place for its progress."""
+        self._progress.prepare(saved)
+
+    def restore_or_initialize(self, directory: str) -> RestoredFrom:
+        """See `CheckpointManager.restore_or_initialize`."""
+        with CheckpointManager(directory, strategy=self) as manager:
+            return manager.restore_or_initialize()
+
+    @property
     def client(self) -> PsClient:
         """The coordinator's own client of the parameter servers."""
         return self._client
@@ -256,6 +351,11 @@ class ParameterServerStrategy(Strategy):
         with self.reserving("variable", request.name) as name:
             initial = _initial(request, name)
             shape, dtype = initial.shape, initial.dtype
+            if (spec := self._live.take_variable(name, shape, dtype)) is not None:
+                with self._lock:
+                    self._placer.adopt(partition_of(spec), dtype, list(spec.owners))
+                self._variables[name] = Variable.of(spec, self._client)
+                return spec, self._client
             beside = colocation()
             partitioner = None if beside is not None else request.partitioner or self._partitioner
             partition = partition_for(partitioner, shape, dtype, name)
@@ -291,9 +391,12 @@ class ParameterServerStrategy(Strategy):
         forms: Sequence[definition_pb2.Definition],
     ) -> tuple[ps_pb2.OptimizerSpec, PsClient]:
         """For an optimizer's constructor: give it a number, and declare it to the servers."""
-        with self._lock:
-            self._last_id += 1
-            spec.id = self._last_id
+        if (live := self._live.take_optimizer(spec)) is not None:
+            spec = live
+        else:
+            with self._lock:
+                self._last_id += 1
+                spec.id = self._last_id
         self._client.create_optimizer(spec, forms)
         return spec, self._client
 
@@ -327,6 +430,21 @@ class ParameterServerStrategy(Strategy):
             self._reserved.add((what, name))
         return name
 
+    def lost_updates(self) -> dict[str, int]:
+        """Updates that were acknowledged and lost when parameter servers died, by variable; {} if none is known of.
+
+        A lower bound: what clients that are still there were told of, beyond what the servers had saved. Of several
+        shards the one counts that has lost most.
+
+        Raises:
+            UnavailableError: a server does not answer.
+        """
+        found: dict[str, int] = {}
+        for reply in self._client.statuses():
+            for name, lost in reply.lost_updates.items():
+                found[name] = max(lost, found.get(name, 0))
+        return found
+
     def placement(self) -> str:
         """A table of which shard lives where, and a picture of how full each server is (slots not counted)."""
         table = Table("shard", "shape", "type", "place", "bytes", title="placement")
@@ -345,6 +463,11 @@ class ParameterServerStrategy(Strategy):
 
     def __repr__(self) -> str:
         return f"<ParameterServerStrategy {self._client.num_servers} ps, {len(self._workers)} workers>"
+
+
+def open_strategies() -> list[ParameterServerStrategy]:
+    """Those of this process that are not closed."""
+    return list(_open)
 
 
 class _CoordinatorRole(Role):

@@ -34,7 +34,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A restarted peer is found within seconds, not after grpc's two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),  # also how long one attempt may take, on a busy machine
-    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 500),
     # Lenient, and matched by the servers': a process that holds the GIL for seconds is not dead.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -84,24 +84,24 @@ def say_hello(
     ours: node_pb2.Identity,
     metadata: tuple[tuple[str, str], ...],
     timeout: float = _HELLO_SECONDS,
-) -> node_pb2.Identity:
-    """The handshake; the peer's identity. Raises our error for whatever goes wrong.
+) -> node_pb2.HelloReply:
+    """The handshake. Raises our error for whatever goes wrong.
 
     A server in the peer's place that has another role is refused too: two lines of TF_CONFIG were swapped.
     """
     try:
-        reply = Stub(channel, NODE_SERVICE).hello(
+        reply: node_pb2.HelloReply = Stub(channel, NODE_SERVICE).hello(
             node_pb2.HelloRequest(identity=ours), timeout=timeout, metadata=metadata
         )
     except grpc.RpcError as error:
         raise from_rpc(error, str(peer)) from None
-    theirs: node_pb2.Identity = reply.identity
+    theirs = reply.identity
     if (theirs.role, theirs.index) != (peer.role, peer.index):
         raise PsClusterError(
             f"{peer.address} should be {peer.role} {peer.index}, but {theirs.name} answers there: "
             "compare the cluster in TF_CONFIG on both"
         )
-    return theirs
+    return reply
 
 
 def explain(address: str) -> str:
@@ -133,8 +133,8 @@ def wait_for_peers(
     timeout: float,
     stop: threading.Event | None = None,
     purpose: str = "",
-) -> dict[PeerAddress, node_pb2.Identity]:
-    """Shake hands with all the peers, however late they start. Returns their identities.
+) -> None:
+    """Shake hands with all the peers, however late they start.
 
     Logs who is missing whenever that changes and, as a warning, once it has lasted. Raises UnavailableError,
     naming the missing and what was seen of each, when `timeout` seconds have passed or `stop` is set; a refusal
@@ -142,26 +142,25 @@ def wait_for_peers(
     """
     missing = {peer: open_channel(peer.address) for peer in peers}
     total = len(missing)
-    found: dict[PeerAddress, node_pb2.Identity] = {}
     stop = stop or threading.Event()
     began = time.monotonic()
     remind_at = began + _REMIND_SECONDS
     last_said: list[PeerAddress] = []
     prefix = f"{purpose}: " if purpose else ""
 
-    def greet(peer: PeerAddress) -> node_pb2.Identity | None:
+    def greet(peer: PeerAddress) -> bool:
         left = began + timeout - time.monotonic()
         try:
-            return say_hello(missing[peer], peer, ours, metadata, min(_HELLO_SECONDS, max(left, 0.5)))
+            say_hello(missing[peer], peer, ours, metadata, min(_HELLO_SECONDS, max(left, 0.5)))
         except UnavailableError:
-            return None
+            return False
+        return True
 
     def try_once() -> None:
         nonlocal last_said, remind_at
         asked = list(missing)
-        for peer, identity in zip(asked, pool.map(greet, asked), strict=True):
-            if identity is not None:
-                found[peer] = identity
+        for peer, answers in zip(asked, pool.map(greet, asked), strict=True):
+            if answers:
                 missing.pop(peer).close()
         if missing:
             names, now = list(missing), time.monotonic()
@@ -188,4 +187,3 @@ def wait_for_peers(
     finally:
         for channel in missing.values():
             channel.close()
-    return found

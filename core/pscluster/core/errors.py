@@ -14,6 +14,7 @@
     ├── UnavailableError                     the peer can't be reached; it may come back
     │   ├── PSUnavailableError                   a parameter server died or was restarted empty
     │   └── WorkerUnavailableError
+    ├── CheckpointError                      a checkpoint can't be written or read: the message says which, and why
     ├── WaitTimeoutError (TimeoutError)      a wait with a timeout ended without its event
     ├── CancelledError                       cancelled because another function failed first: schedule it anew
     ├── EndOfDatasetError                    a step asked a finite dataset for more than it has
@@ -89,6 +90,10 @@ class WorkerUnavailableError(UnavailableError):
     """A worker can't be reached."""
 
 
+class CheckpointError(PsClusterError):
+    """A checkpoint can't be written or read; the message says which file, and what is wrong. Nothing was changed."""
+
+
 class WaitTimeoutError(PsClusterError, TimeoutError):
     """A wait ended by its timeout."""
 
@@ -136,6 +141,7 @@ _TABLE: tuple[tuple[str, type[PsClusterError], grpc.StatusCode], ...] = (
     ("stale", StaleError, grpc.StatusCode.ABORTED),
     ("protocol", ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
     ("refused", RefusedError, grpc.StatusCode.FAILED_PRECONDITION),
+    ("checkpoint", CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
     ("ps-unavailable", PSUnavailableError, grpc.StatusCode.UNAVAILABLE),
     ("unavailable", UnavailableError, grpc.StatusCode.UNAVAILABLE),
     ("configuration", ConfigurationError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -174,6 +180,7 @@ def from_rpc(error: grpc.RpcError, peer: str) -> PsClusterError:
         return AuthenticationError(f"{peer} refused the cluster token: {details}")
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return ProtocolError(f"{peer} speaks gRPC but is not a pscluster role of this kind: {details}")
-    if code in RETRYABLE:
+    # A server that stops cancels what is under way: it may be started again.
+    if code in RETRYABLE or code is grpc.StatusCode.CANCELLED:
         return UnavailableError(f"{peer} can't be reached: {code.name}: {details}")
     return RefusedError(f"{peer} failed the call: {code.name}: {details}")

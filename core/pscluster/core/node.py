@@ -5,7 +5,7 @@ States of a role, decided by `Attachment`, which is pure:
     FREE --attach(job)--> HELD(job) --its stream ends--> FREE       the coordinator died or left
                           HELD(job) --end(job)---------> FREE       the job is over: its state is dropped
                           HELD(job) --attach(job)------> HELD(job)  the same coordinator, on a new connection
-                          HELD(job) --attach(other)----> refused, naming the holder
+                          HELD(job) --attach(other)----> refused, naming the holder, unless it takes over
 
 A role keeps what it holds of a job after a detachment, until another job attaches or the job is ended: a dead
 coordinator's state is not thrown away before somebody else wants the place.
@@ -38,11 +38,12 @@ class Attachment:
     held: bool = False
     number: int = 0  # of the attachment that holds, so that the late end of an earlier stream changes nothing
 
-    def attach(self, job: int, coordinator: str) -> bool:
-        """A coordinator takes the role. True if it brings a new job. BusyError while another one holds it."""
-        if self.held and job != self.job:
+    def attach(self, job: int, coordinator: str, take_over: bool = False) -> bool:
+        """A coordinator takes the role. True if it brings another job. BusyError while another one holds it."""
+        if self.held and job != self.job and not take_over:
             raise BusyError(
-                f"{self.role} works for {self.holder}; end that job, or give this coordinator a cluster of its own"
+                f"{self.role} works for {self.holder}; end that job, take it over with take_over=True, or give this "
+                "coordinator a cluster of its own"
             )
         fresh = job != self.job
         self.job, self.holder, self.held = job, coordinator, True
@@ -56,7 +57,7 @@ class Attachment:
 
     def end(self, job: int) -> None:
         """The job is over. StaleError if the role is held for another one."""
-        if self.held and job != self.job:
+        if self.job and job != self.job:
             raise StaleError(f"{self.role} works for another job")
         self.job, self.holder, self.held = 0, "", False
 
@@ -65,10 +66,18 @@ class Role:
     """What a role does when things happen to it. The base does nothing.
 
     Called one at a time, under the node's lock: keep it short.
+
+    Attributes:
+        kept_job: of which it holds something at its start; 0: none.
     """
 
+    kept_job = 0
+
+    def admit(self, request: node_pb2.AttachRequest) -> None:
+        """A coordinator wants the role. Raises a refusal if it can't have it."""
+
     def job_began(self, request: node_pb2.AttachRequest) -> None:
-        """A coordinator brought a new job: drop what is left of the one before."""
+        """A coordinator brought another job: drop what is left of the one before, unless it is of one lineage."""
 
     def attached(self, request: node_pb2.AttachRequest) -> int:  # noqa: ARG002  (for those who override it)
         """A coordinator took the role. The incarnation to work under, 0 if the role needs none."""
@@ -76,6 +85,12 @@ class Role:
 
     def job_ended(self) -> None:
         """The job is over: drop its state."""
+
+    def introduce(self, reply: node_pb2.HelloReply) -> None:
+        """Fill in what whoever dials the role is to know. Not under the node's lock."""
+
+    def account(self, event: node_pb2.AttachEvent) -> None:
+        """Fill in what the coordinator that has taken the role is to know."""
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
         """Fill in what the role has to say of itself."""
@@ -95,14 +110,18 @@ class NodeService:
         self._role = role
         self._on_job_end = on_job_end
         self._lock = threading.Lock()
-        self._attachment = Attachment(identity.name)
+        self._attachment = Attachment(identity.name, role.kept_job)
         self._streams = _Streams()
         self._started = time.monotonic()
 
     def hello(self, request: node_pb2.HelloRequest, _context: grpc.ServicerContext) -> node_pb2.HelloReply:
         """The handshake."""
         check_version(request.identity, self.identity)
-        return node_pb2.HelloReply(identity=self.identity)
+        reply = node_pb2.HelloReply(identity=self.identity)
+        self._role.introduce(reply)
+        with self._lock:
+            reply.holder = self._attachment.holder if self._attachment.held else ""
+        return reply
 
     def status(self, _request: node_pb2.StatusRequest, _context: grpc.ServicerContext) -> node_pb2.StatusReply:
         """How this task does."""
@@ -120,10 +139,15 @@ class NodeService:
         check_version(request.coordinator, self.identity)
         over = threading.Event()
         with self._lock:
-            if self._attachment.attach(request.job, request.coordinator.name):
+            self._role.admit(request)
+            if self._attachment.attach(request.job, request.coordinator.name, request.take_over):
                 self._role.job_began(request)
+                for others in self._streams.open:
+                    others.set()  # of a coordinator whose job is taken over
             number = self._attachment.number
-            incarnation = self._role.attached(request)
+            event = node_pb2.AttachEvent(kind=node_pb2.AttachEvent.ATTACHED, identity=self.identity)
+            event.incarnation = self._role.attached(request)
+            self._role.account(event)
             self._streams.open.add(over)
             leaving = self._streams.leaving
         # Called at once if the stream has ended already.
@@ -131,9 +155,7 @@ class NodeService:
             over.set()
         logger.info("working for %s", request.coordinator.name)
         try:
-            yield node_pb2.AttachEvent(
-                kind=node_pb2.AttachEvent.ATTACHED, identity=self.identity, incarnation=incarnation
-            )
+            yield event
             while context.is_active():
                 if leaving:
                     yield node_pb2.AttachEvent(kind=node_pb2.AttachEvent.LEAVING)

@@ -24,33 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pscluster/v1/node.proto\x12\x0cpscluster.v1\"[\n\x08Identity\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x0c\n\x04name\x18\x05 \x01(\t\"8\n\x0cHelloRequest\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.pscluster.v1.Identity\"6\n\nHelloReply\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.pscluster.v1.Identity\"\x0f\n\rStatusRequest\"\xe1\x01\n\x0bStatusReply\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.pscluster.v1.Identity\x12\r\n\x05state\x18\x02 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x13\n\x0b\x63oordinator\x18\x04 \x01(\t\x12\x11\n\tvariables\x18\x05 \x01(\x04\x12\x16\n\x0evariable_bytes\x18\x06 \x01(\x04\x12\x16\n\x0e\x66unctions_done\x18\x07 \x01(\x04\x12\x19\n\x11\x66unctions_running\x18\x08 \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\t \x01(\t\"l\n\rAttachRequest\x12+\n\x0b\x63oordinator\x18\x01 \x01(\x0b\x32\x16.pscluster.v1.Identity\x12\x0b\n\x03job\x18\x02 \x01(\x06\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\xb3\x01\n\x0b\x41ttachEvent\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.pscluster.v1.AttachEvent.Kind\x12(\n\x08identity\x18\x02 \x01(\x0b\x32\x16.pscluster.v1.Identity\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"7\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41TTACHED\x10\x01\x12\x0b\n\x07LEAVING\x10\x02\",\n\rEndJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\x06\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\r\n\x0b\x45ndJobReply2\x8d\x02\n\x04Node\x12=\n\x05Hello\x12\x1a.pscluster.v1.HelloRequest\x1a\x18.pscluster.v1.HelloReply\x12@\n\x06Status\x12\x1b.pscluster.v1.StatusRequest\x1a\x19.pscluster.v1.StatusReply\x12\x42\n\x06\x41ttach\x12\x1b.pscluster.v1.AttachRequest\x1a\x19.pscluster.v1.AttachEvent0\x01\x12@\n\x06\x45ndJob\x12\x1b.pscluster.v1.EndJobRequest\x1a\x19.pscluster.v1.EndJobReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pscluster/v1/node.proto\x12\x0cpscluster.v1\"[\n\x08Identity\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x0c\n\x04name\x18\x05 \x01(\t\"8\n\x0cHelloRequest\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.pscluster.v1.Identity\"\x89\x01\n\nHelloReply\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.pscluster.v1.Identity\x12\x0f\n\x07holding\x18\x02 \x01(\x06\x12\x0f\n\x07lineage\x18\x03 \x01(\x06\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08job_name\x18\x05 \x01(\t\x12\x0e\n\x06holder\x18\x06 \x01(\t\"\x0f\n\rStatusRequest\"\xd7\x02\n\x0bStatusReply\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.pscluster.v1.Identity\x12\r\n\x05state\x18\x02 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x13\n\x0b\x63oordinator\x18\x04 \x01(\t\x12\x11\n\tvariables\x18\x05 \x01(\x04\x12\x16\n\x0evariable_bytes\x18\x06 \x01(\x04\x12\x16\n\x0e\x66unctions_done\x18\x07 \x01(\x04\x12\x19\n\x11\x66unctions_running\x18\x08 \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\t \x01(\t\x12@\n\x0clost_updates\x18\n \x03(\x0b\x32*.pscluster.v1.StatusReply.LostUpdatesEntry\x1a\x32\n\x10LostUpdatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xa9\x02\n\rAttachRequest\x12+\n\x0b\x63oordinator\x18\x01 \x01(\x0b\x32\x16.pscluster.v1.Identity\x12\x0b\n\x03job\x18\x02 \x01(\x06\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0f\n\x07lineage\x18\x0b \x01(\x06\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12\x10\n\x08job_name\x18\r \x01(\t\x12\x11\n\ttake_over\x18\x0e \x01(\x08\x12\x0f\n\x07holding\x18\n \x01(\x06\x12\x0e\n\x06\x63losed\x18\x05 \x03(\x06\x12\x17\n\x0f\x66inished_starts\x18\x06 \x03(\x04\x12\x16\n\x0e\x66inished_stops\x18\x07 \x03(\x04\x12\x10\n\x08holdings\x18\x08 \x03(\x06\x12\x12\n\nps_timeout\x18\t \x01(\x01\"\xdc\x01\n\x0b\x41ttachEvent\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.pscluster.v1.AttachEvent.Kind\x12(\n\x08identity\x18\x02 \x01(\x0b\x32\x16.pscluster.v1.Identity\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x10\n\x08restored\x18\x04 \x01(\t\x12\x15\n\rmissing_rules\x18\x05 \x03(\r\"7\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41TTACHED\x10\x01\x12\x0b\n\x07LEAVING\x10\x02\",\n\rEndJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\x06\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\r\n\x0b\x45ndJobReply2\x8d\x02\n\x04Node\x12=\n\x05Hello\x12\x1a.pscluster.v1.HelloRequest\x1a\x18.pscluster.v1.HelloReply\x12@\n\x06Status\x12\x1b.pscluster.v1.StatusRequest\x1a\x19.pscluster.v1.StatusReply\x12\x42\n\x06\x41ttach\x12\x1b.pscluster.v1.AttachRequest\x1a\x19.pscluster.v1.AttachEvent0\x01\x12@\n\x06\x45ndJob\x12\x1b.pscluster.v1.EndJobRequest\x1a\x19.pscluster.v1.EndJobReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pscluster.v1.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_STATUSREPLY_LOSTUPDATESENTRY']._loaded_options = None
+  _globals['_STATUSREPLY_LOSTUPDATESENTRY']._serialized_options = b'8\001'
   _globals['_IDENTITY']._serialized_start=41
   _globals['_IDENTITY']._serialized_end=132
   _globals['_HELLOREQUEST']._serialized_start=134
   _globals['_HELLOREQUEST']._serialized_end=190
-  _globals['_HELLOREPLY']._serialized_start=192
-  _globals['_HELLOREPLY']._serialized_end=246
-  _globals['_STATUSREQUEST']._serialized_start=248
-  _globals['_STATUSREQUEST']._serialized_end=263
-  _globals['_STATUSREPLY']._serialized_start=266
-  _globals['_STATUSREPLY']._serialized_end=491
-  _globals['_ATTACHREQUEST']._serialized_start=493
-  _globals['_ATTACHREQUEST']._serialized_end=601
-  _globals['_ATTACHEVENT']._serialized_start=604
-  _globals['_ATTACHEVENT']._serialized_end=783
-  _globals['_ATTACHEVENT_KIND']._serialized_start=728
-  _globals['_ATTACHEVENT_KIND']._serialized_end=783
-  _globals['_ENDJOBREQUEST']._serialized_start=785
-  _globals['_ENDJOBREQUEST']._serialized_end=829
-  _globals['_ENDJOBREPLY']._serialized_start=831
-  _globals['_ENDJOBREPLY']._serialized_end=844
-  _globals['_NODE']._serialized_start=847
-  _globals['_NODE']._serialized_end=1116
+  _globals['_HELLOREPLY']._serialized_start=193
+  _globals['_HELLOREPLY']._serialized_end=330
+  _globals['_STATUSREQUEST']._serialized_start=332
+  _globals['_STATUSREQUEST']._serialized_end=347
+  _globals['_STATUSREPLY']._serialized_start=350
+  _globals['_STATUSREPLY']._serialized_end=693
+  _globals['_STATUSREPLY_LOSTUPDATESENTRY']._serialized_start=643
+  _globals['_STATUSREPLY_LOSTUPDATESENTRY']._serialized_end=693
+  _globals['_ATTACHREQUEST']._serialized_start=696
+  _globals['_ATTACHREQUEST']._serialized_end=993
+  _globals['_ATTACHEVENT']._serialized_start=996
+  _globals['_ATTACHEVENT']._serialized_end=1216
+  _globals['_ATTACHEVENT_KIND']._serialized_start=1161
+  _globals['_ATTACHEVENT_KIND']._serialized_end=1216
+  _globals['_ENDJOBREQUEST']._serialized_start=1218
+  _globals['_ENDJOBREQUEST']._serialized_end=1262
+  _globals['_ENDJOBREPLY']._serialized_start=1264
+  _globals['_ENDJOBREPLY']._serialized_end=1277
+  _globals['_NODE']._serialized_start=1280
+  _globals['_NODE']._serialized_end=1549
 # @@protoc_insertion_point(module_scope)

@@ -1,7 +1,8 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -27,17 +28,34 @@ class HelloRequest(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("identity",)
+    __slots__ = ("identity", "holding", "lineage", "epoch", "job_name", "holder")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    HOLDING_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+    holding: int
+    lineage: int
+    epoch: int
+    job_name: str
+    holder: str
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., holding: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail")
+    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates")
+    class LostUpdatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +65,7 @@ class StatusReply(_message.Message):
     FUNCTIONS_DONE_FIELD_NUMBER: _ClassVar[int]
     FUNCTIONS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    LOST_UPDATES_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     state: str
     uptime_seconds: float
@@ -56,22 +75,43 @@ class StatusReply(_message.Message):
     functions_done: int
     functions_running: int
     detail: str
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+    lost_updates: _containers.ScalarMap[str, int]
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("coordinator", "job", "num_workers", "seed")
+    __slots__ = ("coordinator", "job", "num_workers", "seed", "lineage", "epoch", "job_name", "take_over", "holding", "closed", "finished_starts", "finished_stops", "holdings", "ps_timeout")
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
+    HOLDING_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_STARTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_STOPS_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    PS_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     coordinator: Identity
     job: int
     num_workers: int
     seed: int
-    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    lineage: int
+    epoch: int
+    job_name: str
+    take_over: bool
+    holding: int
+    closed: _containers.RepeatedScalarFieldContainer[int]
+    finished_starts: _containers.RepeatedScalarFieldContainer[int]
+    finished_stops: _containers.RepeatedScalarFieldContainer[int]
+    holdings: _containers.RepeatedScalarFieldContainer[int]
+    ps_timeout: float
+    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., holding: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., holdings: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ...) -> None: ...
 
 class AttachEvent(_message.Message):
-    __slots__ = ("kind", "identity", "incarnation")
+    __slots__ = ("kind", "identity", "incarnation", "restored", "missing_rules")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[AttachEvent.Kind]
@@ -83,10 +123,14 @@ class AttachEvent(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_RULES_FIELD_NUMBER: _ClassVar[int]
     kind: AttachEvent.Kind
     identity: Identity
     incarnation: int
-    def __init__(self, kind: _Optional[_Union[AttachEvent.Kind, str]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    restored: str
+    missing_rules: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, kind: _Optional[_Union[AttachEvent.Kind, str]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., incarnation: _Optional[int] = ..., restored: _Optional[str] = ..., missing_rules: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EndJobRequest(_message.Message):
     __slots__ = ("job", "reason")

@@ -146,7 +146,7 @@ class ReadReply(_message.Message):
     def __init__(self) -> None: ...
 
 class UpdateItem(_message.Message):
-    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar")
+    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "life")
     VARIABLE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,8 @@ class UpdateItem(_message.Message):
     NTH_FIELD_NUMBER: _ClassVar[int]
     VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCALAR_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     kind: UpdateKind
@@ -163,7 +165,9 @@ class UpdateItem(_message.Message):
     nth: int
     value_bytes: int
     scalar: bool
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ...) -> None: ...
+    seen: int
+    life: int
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
     __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items")
@@ -182,12 +186,16 @@ class UpdateRequest(_message.Message):
     def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ..., function: _Optional[int] = ..., sequence: _Optional[int] = ..., settled: _Optional[int] = ..., items: _Optional[_Iterable[_Union[UpdateItem, _Mapping]]] = ...) -> None: ...
 
 class UpdateReply(_message.Message):
-    __slots__ = ("applied", "repeated_")
+    __slots__ = ("applied", "repeated_", "updates", "life")
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     REPEATED__FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
     applied: int
     repeated_: int
-    def __init__(self, applied: _Optional[int] = ..., repeated_: _Optional[int] = ...) -> None: ...
+    updates: _containers.RepeatedScalarFieldContainer[int]
+    life: int
+    def __init__(self, applied: _Optional[int] = ..., repeated_: _Optional[int] = ..., updates: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("kind", "message")
@@ -282,14 +290,16 @@ class DeleteReply(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("job", "variables", "optimizers")
+    __slots__ = ("job", "all", "variables", "optimizers")
     JOB_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
     job: int
+    all: bool
     variables: _containers.RepeatedScalarFieldContainer[str]
     optimizers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[int] = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., all: bool = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
     __slots__ = ("variables", "optimizers")
@@ -322,5 +332,140 @@ class FinishFunctionsRequest(_message.Message):
     def __init__(self, job: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FinishFunctionsReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckpointRequest(_message.Message):
+    __slots__ = ("job", "action", "id", "directory", "file")
+    class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ACTION_UNSPECIFIED: _ClassVar[CheckpointRequest.Action]
+        MARK: _ClassVar[CheckpointRequest.Action]
+        WRITE: _ClassVar[CheckpointRequest.Action]
+        DROP: _ClassVar[CheckpointRequest.Action]
+    ACTION_UNSPECIFIED: CheckpointRequest.Action
+    MARK: CheckpointRequest.Action
+    WRITE: CheckpointRequest.Action
+    DROP: CheckpointRequest.Action
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    action: CheckpointRequest.Action
+    id: int
+    directory: str
+    file: str
+    def __init__(self, job: _Optional[int] = ..., action: _Optional[_Union[CheckpointRequest.Action, str]] = ..., id: _Optional[int] = ..., directory: _Optional[str] = ..., file: _Optional[str] = ...) -> None: ...
+
+class CheckpointTensor(_message.Message):
+    __slots__ = ("array", "tensor", "dtype", "shape", "offset", "bytes", "sha256")
+    ARRAY_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    array: str
+    tensor: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    offset: int
+    bytes: int
+    sha256: str
+    def __init__(self, array: _Optional[str] = ..., tensor: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class CheckpointShard(_message.Message):
+    __slots__ = ("variable", "shard", "updates", "steps", "tensors")
+    class StepsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    variable: int
+    shard: int
+    updates: int
+    steps: _containers.ScalarMap[str, int]
+    tensors: _containers.RepeatedCompositeFieldContainer[CheckpointTensor]
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[str, int]] = ..., tensors: _Optional[_Iterable[_Union[CheckpointTensor, _Mapping]]] = ...) -> None: ...
+
+class CheckpointReply(_message.Message):
+    __slots__ = ("shards", "header_sha256", "header_bytes", "bytes")
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    HEADER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    HEADER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedCompositeFieldContainer[CheckpointShard]
+    header_sha256: str
+    header_bytes: int
+    bytes: int
+    def __init__(self, shards: _Optional[_Iterable[_Union[CheckpointShard, _Mapping]]] = ..., header_sha256: _Optional[str] = ..., header_bytes: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class RestoreSource(_message.Message):
+    __slots__ = ("file", "tensor", "to", "count")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    FROM_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    tensor: CheckpointTensor
+    to: _containers.RepeatedScalarFieldContainer[int]
+    count: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, file: _Optional[str] = ..., tensor: _Optional[_Union[CheckpointTensor, _Mapping]] = ..., to: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., **kwargs) -> None: ...
+
+class RestoreArray(_message.Message):
+    __slots__ = ("array", "sources")
+    ARRAY_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    array: str
+    sources: _containers.RepeatedCompositeFieldContainer[RestoreSource]
+    def __init__(self, array: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[RestoreSource, _Mapping]]] = ...) -> None: ...
+
+class RestoreShard(_message.Message):
+    __slots__ = ("variable", "shard", "steps", "arrays")
+    class StepsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ARRAYS_FIELD_NUMBER: _ClassVar[int]
+    variable: int
+    shard: int
+    steps: _containers.ScalarMap[str, int]
+    arrays: _containers.RepeatedCompositeFieldContainer[RestoreArray]
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., steps: _Optional[_Mapping[str, int]] = ..., arrays: _Optional[_Iterable[_Union[RestoreArray, _Mapping]]] = ...) -> None: ...
+
+class RestoreRequest(_message.Message):
+    __slots__ = ("job", "id", "directory", "shards", "commit", "drop")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    id: int
+    directory: str
+    shards: _containers.RepeatedCompositeFieldContainer[RestoreShard]
+    commit: bool
+    drop: bool
+    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., directory: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[RestoreShard, _Mapping]]] = ..., commit: bool = ..., drop: bool = ...) -> None: ...
+
+class RestoreReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -142,6 +142,8 @@ class PsClient:
         self._sequences = _Sequences()
         self._closed = False
         self._pulled = self._pushed = 0
+        self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # by shard: life of its server, and updates then
+        self._declared: dict[int, tuple[ps_pb2.OptimizerSpec, list[definition_pb2.Definition | None]]] = {}
         self._plans: dict[tuple[int, ...], ReadPlan] = {}
         self._planning = threading.Lock()
         self._kept = Kept(kept_bytes())
@@ -158,11 +160,23 @@ class PsClient:
         return len(self._servers)
 
     def connect(self, timeout: float, stop: threading.Event | None = None) -> None:
-        """Shake hands with all servers, however late they start, and remember who they are."""
-        servers = {server.peer: server for server in self._servers}
-        found = wait_for_peers(servers, self._identity, self._metadata, timeout=timeout, stop=stop)
-        for peer, theirs in found.items():
-            servers[peer].incarnation = theirs.incarnation
+        """Shake hands with all servers, however late they start."""
+        peers = [server.peer for server in self._servers]
+        wait_for_peers(peers, self._identity, self._metadata, timeout=timeout, stop=stop)
+
+    def introductions(self) -> list[node_pb2.HelloReply]:
+        """What every server says of what it holds."""
+        return [self._retrying(server, server.hello) for server in self._servers]
+
+    def directory(self) -> list[ps_pb2.DescribeReply]:
+        """What every server knows: all variables, all optimizers."""
+        request = ps_pb2.DescribeRequest(job=self.job, all=True)
+        return [self._describe(server, request) for server in self._servers]
+
+    def expect(self, holdings: Sequence[int]) -> None:
+        """What each server holds for this job: one that comes back with anything else has lost it."""
+        for server, holding in zip(self._servers, holdings, strict=True):
+            server.holding = holding
 
     def close(self) -> None:
         """Close all connections."""
@@ -204,7 +218,7 @@ class PsClient:
         except (UnavailableError, StaleError) as error:
             failure = error
         if isinstance(failure, StaleError):
-            server.check_incarnation()  # a server that was restarted knows nothing of the job
+            server.check_holding()  # a server that was restarted knows nothing of the job
         if not _may_pass(failure):
             raise failure
         function = current_function()
@@ -215,13 +229,14 @@ class PsClient:
 
     def _retry(self, server: Server, attempt: Callable[[], Any], failing_since: float) -> Any:
         def again() -> Any:
-            server.check_incarnation()  # where nobody serves any more, an attempt may take long to find out
+            self._begin()  # it may have been cancelled meanwhile
+            server.check_holding()  # where nobody serves any more, an attempt may take long to find out
             return self._once(server, attempt)
 
         try:
             return tenacity.Retrying(
                 retry=tenacity.retry_if_exception(_may_pass),
-                wait=tenacity.wait_random_exponential(multiplier=0.02, max=1.0),
+                wait=tenacity.wait_random_exponential(multiplier=0.02, max=0.25),
                 stop=lambda _: time.monotonic() - failing_since >= self._retry_seconds,
             )(again)
         except tenacity.RetryError as error:
@@ -429,6 +444,8 @@ class PsClient:
         large: dict[int, Callable[[], object]] = {}
         try:
             for index, mine in by_server.items():
+                for part in mine:
+                    part.item.life, part.item.seen = self._seen.get((part.item.variable, part.item.shard), (0, 0))
                 request = ps_pb2.Request(
                     update=ps_pb2.UpdateRequest(
                         job=self.job,
@@ -450,9 +467,9 @@ class PsClient:
                     request.last = True
                     small[index] = pack(request, buffers)
                 else:
-                    large[index] = self._push(index, request, buffers)
+                    large[index] = functools.partial(self._push_update, index, request, buffers, mine)
             if small:
-                self._exchange(small, lambda *_: None)
+                self._exchange(small, lambda index, reply, _: self._note(by_server[index], reply.update))
             if large:
                 self._on_each(large)
             self._pushed += sum(len(part.values) + (0 if part.ids is None else part.ids.nbytes) for part in parts)
@@ -460,10 +477,33 @@ class PsClient:
             if number:
                 self._sequences.done(number)
 
+    def _push_update(
+        self, index: int, request: ps_pb2.Request, buffers: list[Buffer], parts: Sequence[UpdatePart]
+    ) -> None:
+        self._note(parts, self._push(index, request, buffers)().update)
+
+    def _note(self, parts: Sequence[UpdatePart], reply: ps_pb2.UpdateReply) -> None:
+        """Remember what was acknowledged, so that a server that comes back with less learns what it has lost."""
+        for part, updates in zip(parts, reply.updates, strict=False):
+            key = part.item.variable, part.item.shard
+            life, most = self._seen.get(key, (0, 0))
+            self._seen[key] = reply.life, max(most, updates) if life == reply.life else updates
+
     def _push(
-        self, index: int, request: ps_pb2.Request, buffers: list[Buffer], timeout: float = 0.0
+        self,
+        index: int,
+        request: ps_pb2.Request,
+        buffers: list[Buffer],
+        timeout: float = 0.0,
+        *,
+        patient: bool = True,
     ) -> Callable[[], ps_pb2.Reply]:
-        """What sends a request in frames. `timeout` is what the server needs besides, in seconds."""
+        """What sends a request in frames.
+
+        Args:
+            timeout: what the server needs besides, in seconds.
+            patient: wait for a server that is gone.
+        """
         server = self._servers[index]
         total = sum(map(len, buffers))
         request.total_bytes = total
@@ -484,7 +524,60 @@ class PsClient:
             data = server.bulk.push(frames(), metadata=server.metadata, timeout=timeout)
             return unpack(data, ps_pb2.Reply)[0]
 
+        if not patient:
+            return lambda: self._once(server, attempt)
         return lambda: self._retrying(server, attempt)
+
+    def statuses(self) -> list[node_pb2.StatusReply]:
+        """Every server's account of itself."""
+        self._check_open()
+        found = []
+        for server in self._servers:
+
+            def attempt(server: Server = server) -> node_pb2.StatusReply:
+                reply: node_pb2.StatusReply = server.node.status(
+                    node_pb2.StatusRequest(), metadata=server.metadata, timeout=self._timeout
+                )
+                return reply
+
+            found.append(self._retrying(server, attempt))
+        return found
+
+    # Checkpoints
+
+    def checkpoint(
+        self,
+        action: ps_pb2.CheckpointRequest.Action,
+        number: int,
+        directory: str = "",
+        timeout: float = _SLOWEST_FUNCTION,
+    ) -> list[ps_pb2.CheckpointReply]:
+        """Every server's answer, all at once. Not repeated: what was marked is gone with a server that died."""
+        replies: list[ps_pb2.CheckpointReply] = [ps_pb2.CheckpointReply() for _ in self._servers]
+
+        def ask(index: int) -> None:
+            file = f"part-{index}-of-{self.num_servers}.safetensors"
+            request = ps_pb2.CheckpointRequest(job=self.job, action=action, id=number, directory=directory, file=file)
+            replies[index] = self._ask(index, "checkpoint", request, timeout)
+
+        self._on_each({index: functools.partial(ask, index) for index in range(self.num_servers)})
+        return replies
+
+    def restore(self, requests: Mapping[int, ps_pb2.RestoreRequest], timeout: float = _SLOWEST_FUNCTION) -> None:
+        """Send every server its own, all at once."""
+        work: dict[int, Callable[[], object]] = {}
+        for index, request in requests.items():
+            request.job = self.job
+            work[index] = functools.partial(self._ask, index, "restore", request, timeout)
+        self._on_each(work)
+
+    def _ask(self, index: int, method: str, request: Any, timeout: float) -> Any:
+        self._check_open()
+        server = self._servers[index]
+        try:
+            return getattr(server.bulk, method)(request, metadata=server.metadata, timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc(error, str(server.peer)) from None
 
     # The directory
 
@@ -538,12 +631,28 @@ class PsClient:
         """
         self._check_open()
         rules: list[definition_pb2.Definition | None] = [*forms] or [None]
+        self._declared[spec.id] = spec, rules
         self._on_each(
             {index: functools.partial(self._create_rule, index, spec, rules) for index in range(self.num_servers)}
         )
 
+    def declare_again(self, index: int, optimizers: Sequence[int]) -> Future[None]:
+        """Send a server the optimizers with these numbers, as this client has declared them last."""
+
+        def declare() -> None:
+            for number in optimizers:
+                if number in self._declared:
+                    self._create_rule(index, *self._declared[number], patient=False)  # who asks has patience
+
+        return self._bulk_threads.submit(declare)
+
     def _create_rule(
-        self, index: int, spec: ps_pb2.OptimizerSpec, rules: Sequence[definition_pb2.Definition | None]
+        self,
+        index: int,
+        spec: ps_pb2.OptimizerSpec,
+        rules: Sequence[definition_pb2.Definition | None],
+        *,
+        patient: bool = True,
     ) -> None:
         why = ""
         for rule in rules:
@@ -551,7 +660,9 @@ class PsClient:
             pickle = create.rule.pickle
             if rule is not None:
                 create.rule.ClearField("pickle")
-            why = self._push(index, ps_pb2.Request(create=create), [pickle] if pickle else [])().create.unresolved
+            buffers: list[Buffer] = [pickle] if pickle else []
+            send = self._push(index, ps_pb2.Request(create=create), buffers, _SLOWEST_FUNCTION, patient=patient)
+            why = send().create.unresolved
             if not why:
                 return
         raise MisuseError(f"the rule of optimizer {spec.name!r} can't be loaded on ps {index}: {why}")

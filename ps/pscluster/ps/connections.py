@@ -9,7 +9,7 @@ import weakref
 import grpc
 from grpc.experimental import ChannelOptions
 
-from pscluster.core.channels import CHANNEL_OPTIONS, PeerAddress, open_channel, say_hello
+from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress, open_channel, say_hello
 from pscluster.core.errors import PSUnavailableError, UnavailableError
 from pscluster.core.rpc import Stub
 from pscluster.ps.service import SERVICE
@@ -87,13 +87,14 @@ class Server:
 
     def __init__(self, peer: PeerAddress, identity: node_pb2.Identity, metadata: tuple[tuple[str, str], ...]) -> None:
         self.peer = peer
-        self.incarnation = 0
+        self.holding = 0  # the number of what it holds for the job; see AttachEvent
         self._identity = identity
         self.metadata = metadata
         self._control = open_channel(peer.address)
         options = [*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]
         self._bulk = grpc.insecure_channel(peer.address, options=options)
         self.control = Stub(self._control, SERVICE)
+        self.node = Stub(self._control, NODE_SERVICE)
         self.bulk = Stub(self._bulk, SERVICE)
         self._idle: list[Session] = []
         self._lock = threading.Lock()
@@ -108,13 +109,17 @@ class Server:
         with self._lock:
             self._idle.append(session)
 
-    def check_incarnation(self) -> None:
-        """PSUnavailableError if another process serves there now. UnavailableError if none does."""
-        theirs = say_hello(self._control, self.peer, self._identity, self.metadata)
-        if self.incarnation and theirs.incarnation != self.incarnation:
+    def hello(self) -> node_pb2.HelloReply:
+        """The handshake. UnavailableError if nobody answers."""
+        return say_hello(self._control, self.peer, self._identity, self.metadata)
+
+    def check_holding(self) -> None:
+        """PSUnavailableError if it no longer holds what it held. UnavailableError if nobody answers."""
+        theirs = self.hello()
+        if self.holding and theirs.holding != self.holding:
             raise PSUnavailableError(
-                f"{self.peer} was restarted and has lost its variables: create them anew, or restore a checkpoint, "
-                "with a new coordinator"
+                f"{self.peer} was restarted and has lost its variables, or works for another job: create them anew, or "
+                "restore a checkpoint, with a new coordinator"
             )
 
     def drop_sessions(self) -> None:

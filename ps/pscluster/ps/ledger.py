@@ -39,6 +39,17 @@ class IntervalSet:
         self._starts[first:after] = [start]
         self._stops[first:after] = [stop]
 
+    def remove(self, intervals: Iterable[tuple[int, int]]) -> None:
+        """Take out intervals, each as `iter` gave it or a part of one at its beginning."""
+        for start, stop in intervals:
+            place = bisect_right(self._starts, start) - 1
+            if place < 0 or self._starts[place] != start:
+                continue
+            if self._stops[place] <= stop:
+                del self._starts[place], self._stops[place]
+            else:
+                self._starts[place] = stop
+
     def __contains__(self, number: int) -> bool:
         place = bisect_right(self._starts, number) - 1
         return place >= 0 and number < self._stops[place]
@@ -59,10 +70,14 @@ class Origin:
     sequence: int
 
 
+_Keys = dict[tuple[int, int], set[int]]
+"""By variable and shard: the n-th updates that were applied."""
+
+
 @dataclass(slots=True)
 class _Client:
     settled: int = 0
-    keys: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict)
+    keys: dict[int, _Keys] = field(default_factory=dict)
 
 
 class Ledger:
@@ -71,7 +86,7 @@ class Ledger:
     def __init__(self) -> None:
         self._closed: set[int] = set()
         self._finished = IntervalSet()
-        self._functions: dict[int, set[tuple[int, int, int]]] = {}
+        self._functions: dict[int, _Keys] = {}
         self._clients: dict[int, _Client] = {}
 
     def admit(self, origin: Origin) -> None:
@@ -95,18 +110,18 @@ class Ledger:
         else:
             client = self._clients.get(origin.incarnation)
             keys = client.keys.get(origin.sequence) if client else None
-        return keys is not None and (variable, shard, nth) in keys
+        return keys is not None and nth in keys.get((variable, shard), ())
 
     def record(self, origin: Origin, variable: int, shard: int, nth: int) -> None:
         """This update has been applied."""
         if origin.function:
-            keys = self._functions.setdefault(origin.function, set())
+            keys = self._functions.setdefault(origin.function, {})
         elif origin.incarnation in self._closed:  # while it was being applied: nobody can repeat it
             return
         else:
             client = self._clients.setdefault(origin.incarnation, _Client())
-            keys = client.keys.setdefault(origin.sequence, set())
-        keys.add((variable, shard, nth))
+            keys = client.keys.setdefault(origin.sequence, {})
+        keys.setdefault((variable, shard), set()).add(nth)
 
     def settle(self, incarnation: int, before: int) -> None:
         """The client will not repeat requests numbered below `before`."""
@@ -125,6 +140,10 @@ class Ledger:
         for function in [number for number in self._functions if number in self._finished]:
             del self._functions[function]
 
+    def forget_functions(self) -> None:
+        """Their numbers begin anew: whoever worked under the old ones is refused elsewhere."""
+        self._finished, self._functions = IntervalSet(), {}
+
     def close(self, incarnation: int) -> None:
         """Refuse this incarnation from now on."""
         self._closed.add(incarnation)
@@ -133,5 +152,33 @@ class Ledger:
     @property
     def remembered(self) -> int:
         """How many keys are held."""
-        functions = sum(map(len, self._functions.values()))
-        return functions + sum(len(keys) for client in self._clients.values() for keys in client.keys.values())
+        requests = [keys for client in self._clients.values() for keys in client.keys.values()]
+        return sum(len(nths) for keys in (*self._functions.values(), *requests) for nths in keys.values())
+
+    # What is kept on disk
+
+    def keys_of(self, variable: int, shard: int) -> Iterator[tuple[Origin, list[int]]]:
+        """The updates of a shard that are remembered; origins of functions name no incarnation."""
+        place = variable, shard
+        for function, keys in self._functions.items():
+            if place in keys:
+                yield Origin(0, function, 0), list(keys[place])
+        for incarnation, client in self._clients.items():
+            for sequence, keys in client.keys.items():
+                if place in keys:
+                    yield Origin(incarnation, 0, sequence), list(keys[place])
+
+    @property
+    def closed(self) -> list[int]:
+        """The incarnations that are refused."""
+        return list(self._closed)
+
+    @property
+    def finished(self) -> list[tuple[int, int]]:
+        """The functions that have ended, as intervals."""
+        return list(self._finished)
+
+    @property
+    def settled(self) -> dict[int, int]:
+        """By client: all its requests below this number are answered."""
+        return {incarnation: client.settled for incarnation, client in self._clients.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 
@@ -19,18 +21,31 @@ from pscluster.core.serving import (
     run_role,
 )
 from pscluster.ps.budget import DEFAULT_MIB
+from pscluster.ps.durable.keeper import (
+    DURABILITY_VARIABLE,
+    SNAPSHOT_SECONDS,
+    STATE_VARIABLE,
+    DurabilityOptions,
+    Keeper,
+    default_directory,
+)
+from pscluster.ps.durable.plan import Durability
 from pscluster.ps.service import SERVICE, ParameterServerRole, ParameterServerService
 
 logger = logging.getLogger(__name__)
 
 
 def serve_ps(
-    index: int, address: str, options: RoleOptions, in_flight_mib: int = DEFAULT_MIB
+    index: int,
+    address: str,
+    options: RoleOptions,
+    in_flight_mib: int = DEFAULT_MIB,
+    durability: DurabilityOptions | None = None,
 ) -> Callable[[StopRequest], Callable[[], None]]:
     """What `run_role` starts: a parameter server that listens on `address`."""
 
     def serve(stop: StopRequest) -> Callable[[], None]:
-        role = ParameterServerRole(index)
+        role = ParameterServerRole(index, Keeper(durability or DurabilityOptions()))
         service = ParameterServerService(role, in_flight_mib << 20)
         server = RoleServer(
             make_identity("ps", index),
@@ -48,6 +63,7 @@ def serve_ps(
             if not service.drain.close(options.grace):
                 logger.warning("requests were still under way after %g s; they are cut off", options.grace)
             server.stop(0)  # streams do not end by themselves
+            role.keeper.close()
 
         return close
 
@@ -63,12 +79,44 @@ def serve_ps(
     type=click.IntRange(1),
     help="Memory for large requests in flight, in MiB; beyond it clients wait. Or $PSCLUSTER_IN_FLIGHT_MIB.",
 )
+@click.option(
+    "--durability",
+    envvar=DURABILITY_VARIABLE,
+    default=Durability.SNAPSHOT.value,
+    show_default=True,
+    type=click.Choice([kind.value for kind in Durability]),
+    help="What this process's death may cost: all (none), what came since the last snapshot, or nothing (log).",
+)
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help=f"Where state is kept, in a folder for each task. Default: ${STATE_VARIABLE}, or ~/.local/state/pscluster.",
+)
+@click.option(
+    "--snapshot-seconds",
+    default=SNAPSHOT_SECONDS,
+    show_default=True,
+    type=click.FloatRange(0, 1e6, min_open=True),
+    help="Between two snapshots; longer where one takes more than a tenth of it.",
+)
+@click.option("--fsync", is_flag=True, help="Also survive the death of the machine: wait for the disk.")
 @role_options
-def command(options: RoleOptions, in_flight_mib: int) -> None:
+def command(
+    options: RoleOptions,
+    in_flight_mib: int,
+    durability: str,
+    state_dir: Path | None,
+    snapshot_seconds: float,
+    fsync: bool,
+) -> None:
     """Run this process' task."""
     config, index = own_task("ps")
-    address = listen_address(config.cluster.task_address("ps", index), options)
-    run_role("ps", index, options, serve_ps(index, address, options, in_flight_mib))
+    own = config.cluster.task_address("ps", index)
+    address = listen_address(own, options)
+    # The address tells clusters apart that share the directory.
+    folder = (state_dir or default_directory()) / f"ps-{index}-{re.sub(r'[^0-9A-Za-z.-]', '-', own)}"
+    keeping = DurabilityOptions(Durability(durability), folder, snapshot_seconds, fsync)
+    run_role("ps", index, options, serve_ps(index, address, options, in_flight_mib, keeping))
 
 
 def main() -> None:

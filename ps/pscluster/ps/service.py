@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import grpc
 
 from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.drain import Drain
-from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, kind_of
+from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError, kind_of
 from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.node import Role
 from pscluster.ps.budget import DEFAULT_MIB, Budget
+from pscluster.ps.checkpoints.parts import Parts
+from pscluster.ps.checkpoints.tensor_files import join
+from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Lineage
 from pscluster.ps.shard import Snapshot
-from pscluster.ps.store import Payload, Store
+from pscluster.ps.store import Payload, Placed, Store
 from pscluster.v1 import node_pb2, ps_pb2
 
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
@@ -30,6 +36,9 @@ WHOLE_PULL_BYTES = 16 << 20
 """What a pull of whole shards takes of the budget at most. It needs memory for the old values of what is changed while
 it goes out, which is seldom much; were it all of the pull's bytes, one slow reader would keep everybody waiting."""
 
+OWN_SECONDS = 3.0
+"""So long a server that comes back is kept for the coordinator that it had, which dials every quarter of a second."""
+
 _CUT_OFF = "the stream ended before its last frame: nothing was applied"
 
 _MAX_PUSH_BYTES = 1 << 46  # what is received is bounded by the items' sizes; this bounds the declaration
@@ -38,26 +47,89 @@ _MAX_PUSH_BYTES = 1 << 46  # what is received is bounded by the items' sizes; th
 class ParameterServerRole(Role):
     """Keeps the store of the job that the server works for."""
 
-    def __init__(self, index: int) -> None:
-        self.store = Store(index)
-        self._began = 0
+    def __init__(self, index: int, keeper: Keeper | None = None) -> None:
+        self.keeper = keeper or Keeper(DurabilityOptions())
+        self.parts = Parts()
+        found = self.keeper.restore()
+        self.store = Store(index) if found is None else found.store
+        self.kept_job = self.store.job
+        self._origin = Lineage() if found is None else found.lineage
+        self._restored = "" if found is None else found.words
+        # Restored, and not told yet which workers were given up meanwhile: nobody is served before that.
+        self.waiting = found is not None
+        self._own_until = time.monotonic() + OWN_SECONDS
+
+    def serving(self) -> Store:
+        """The store, for whoever asks for something of it. UnavailableError while it waits for its coordinator."""
+        if self.waiting:
+            raise UnavailableError(f"ps {self.store.index} has come back, and waits for its coordinator")
+        return self.store
+
+    def admit(self, request: node_pb2.AttachRequest) -> None:
+        """StaleError for a coordinator whose job is not the one that is held here, or was taken over."""
+        mine = self._origin
+        if (
+            self.waiting
+            and request.job != self.kept_job
+            and not request.take_over
+            and time.monotonic() < self._own_until
+        ):
+            raise UnavailableError("it has come back, and waits for the coordinator that it had; try again")
+        if request.holding and request.holding != mine.holding:
+            raise StaleError(
+                "it was restarted, or worked for another coordinator meanwhile, and has lost its shards of all "
+                "variables: start a new coordinator to begin anew"
+            )
+        if request.lineage and request.lineage == mine.lineage:
+            first = request.epoch > mine.epoch
+            if not first and not (request.epoch == mine.epoch and request.job == self.store.job):
+                raise StaleError(
+                    f"coordinator number {mine.epoch} of this job has taken it over from number {request.epoch}"
+                )
 
     def job_began(self, request: node_pb2.AttachRequest) -> None:
-        """Start empty: what is left of the job before is dropped."""
-        self.store, self._began = Store(self.store.index, request.job), fresh_id()
+        """Go on with what there is, if it is of the same lineage; else start empty: what is left is dropped."""
+        if request.lineage and request.lineage == self._origin.lineage:
+            self.store.take_over(request.job)
+            self._origin = replace(self._origin, epoch=request.epoch)
+            self.keeper.go_on(self._origin)
+            return
+        self.parts.forget()
+        self.store, self._restored = Store(self.store.index, request.job), ""
+        self._origin = Lineage(fresh_id(), request.lineage, request.epoch, request.job_name)
+        self.keeper.begin(self.store, self._origin)
 
-    def attached(self, request: node_pb2.AttachRequest) -> int:  # noqa: ARG002  (the interface's)
+    def attached(self, request: node_pb2.AttachRequest) -> int:
         """Another number where the store is another: a coordinator that comes back sees what it has lost."""
-        return self._began
+        for incarnation in request.closed:
+            self.store.close_incarnation(incarnation)
+        self.store.finish_functions(list(zip(request.finished_starts, request.finished_stops, strict=True)))
+        self.waiting = False
+        return self._origin.holding
+
+    def account(self, event: node_pb2.AttachEvent) -> None:
+        """What was restored, once, and what can't be without help."""
+        event.restored, self._restored = self._restored, ""
+        event.missing_rules.extend(self.store.held()[2])
+
+    def introduce(self, reply: node_pb2.HelloReply) -> None:
+        """What is held."""
+        mine = self._origin
+        reply.holding, reply.lineage, reply.epoch, reply.job_name = mine.holding, mine.lineage, mine.epoch, mine.name
 
     def job_ended(self) -> None:
         """Drop the job's variables."""
-        self.store = Store(self.store.index)
+        self.parts.forget()
+        self.store, self._origin, self.waiting = Store(self.store.index), Lineage(), False
+        self.keeper.end()
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
         """Shards and bytes."""
         reply.variables, reply.variable_bytes = self.store.totals()
-        reply.detail = f"{self.store.remembered} updates remembered"
+        reply.detail = f"{self.store.remembered} updates remembered; {self.keeper.words}"
+        reply.lost_updates.update(self.store.lost)
+        if self.waiting:
+            reply.state = "restored, waiting for its coordinator"
 
 
 class _Frames:
@@ -94,7 +166,8 @@ class ParameterServerService:
     def __init__(self, role: ParameterServerRole, in_flight_bytes: int = DEFAULT_MIB << 20) -> None:
         self._role = role
         self._budget = Budget(in_flight_bytes)
-        self.drain = Drain(lambda: PSUnavailableError(f"ps {role.store.index} is stopping"))
+        # It may be started again: whoever is refused tries again.
+        self.drain = Drain(lambda: UnavailableError(f"ps {role.store.index} is stopping"))
 
     def session(self, requests: Iterator[bytes], _context: grpc.ServicerContext) -> Iterator[bytes]:
         """Small requests, answered in order. A refused one does not end the session."""
@@ -103,7 +176,7 @@ class ParameterServerService:
 
     def _reply(self, data: bytes) -> bytes:
         reply, buffers = ps_pb2.Reply(last=True), list[Buffer]()
-        prepared = self._role.store.prepared(data)
+        prepared = None if self._role.waiting else self._role.store.prepared(data)
         if prepared is None:
             request, payload = unpack(data, ps_pb2.Request)
             reply.id = request.id
@@ -123,7 +196,7 @@ class ParameterServerService:
         return pack(reply, buffers)
 
     def _answer(self, request: ps_pb2.Request, payload: memoryview, reply: ps_pb2.Reply) -> list[Buffer]:
-        store, chunks = self._role.store, Payload([payload])
+        store, chunks = self._role.serving(), Payload([payload])
         body = request.WhichOneof("body")
         if body == "read":
             size = store.reply_bytes(request.read, len(payload))
@@ -134,7 +207,7 @@ class ParameterServerService:
             return buffers
         if body == "update":
             placed = store.check_update(request.update, request.total_bytes)
-            reply.update.CopyFrom(store.update(request.update, placed, chunks))
+            reply.update.CopyFrom(self._update(store, request, placed, chunks))
         elif body == "create":
             self._check_create(store, request)
             self._create(store, request.create, chunks, reply)
@@ -149,7 +222,7 @@ class ParameterServerService:
 
     def _frames_of(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         request, payload = unpack(data, ps_pb2.Request)
-        store = self._role.store
+        store = self._role.serving()
         if request.WhichOneof("body") != "read":
             raise ProtocolError("a Pull is a read")
         total = store.reply_bytes(request.read, len(payload))
@@ -179,7 +252,7 @@ class ParameterServerService:
             return self._take(frames, context)
 
     def _take(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        store, placed = self._role.store, []
+        store, placed = self._role.serving(), []
         data = next(frames, None)
         if data is None:
             raise ProtocolError(_CUT_OFF)
@@ -200,16 +273,23 @@ class ParameterServerService:
                 raise ProtocolError(_CUT_OFF)
             reply = ps_pb2.Reply(id=first.id, last=True)
             if first.WhichOneof("body") == "update":
-                reply.update.CopyFrom(store.update(first.update, placed, Payload(assembler.chunks)))
+                reply.update.CopyFrom(self._update(store, first, placed, Payload(assembler.chunks)))
             else:
                 self._create(store, first.create, Payload(assembler.chunks), reply)
             return pack(reply)
 
-    @staticmethod
-    def _create(store: Store, request: ps_pb2.CreateRequest, payload: Payload, reply: ps_pb2.Reply) -> None:
+    def _update(
+        self, store: Store, request: ps_pb2.Request, placed: list[Placed], payload: Payload
+    ) -> ps_pb2.UpdateReply:
+        return self._role.keeper.update(store, request.update, placed, payload, request.total_bytes)
+
+    def _create(self, store: Store, request: ps_pb2.CreateRequest, payload: Payload, reply: ps_pb2.Reply) -> None:
         reply.create.SetInParent()
+        if request.HasField("rule") and len(payload.joined()):
+            self._role.keeper.check_rule(request.optimizer.name)
         try:
             store.create(request, payload)
+            self._role.keeper.save()
         except UnresolvedReference as reason:
             reply.create.unresolved = str(reason) or "no reason given"
 
@@ -221,29 +301,65 @@ class ParameterServerService:
 
     def describe(self, request: ps_pb2.DescribeRequest, _context: grpc.ServicerContext) -> ps_pb2.DescribeReply:
         """Look names up in the directory."""
-        self._role.store.check_job(request.job)
-        return self._role.store.describe(request.variables, request.optimizers)
+        store = self._role.serving()
+        store.check_job(request.job)
+        return store.describe(request.variables, request.optimizers, request.all)
 
     def delete(self, request: ps_pb2.DeleteRequest, _context: grpc.ServicerContext) -> ps_pb2.DeleteReply:
         """Remove a variable."""
-        self._role.store.check_job(request.job)
-        self._role.store.delete(request.name)
+        store = self._role.serving()
+        store.check_job(request.job)
+        store.delete(request.name)
+        self._role.keeper.save()
         return ps_pb2.DeleteReply()
 
     def close_incarnation(
         self, request: ps_pb2.CloseIncarnationRequest, _context: grpc.ServicerContext
     ) -> ps_pb2.CloseIncarnationReply:
         """Nothing of this incarnation is applied after the reply."""
-        self._role.store.check_job(request.job)
-        self._role.store.close_incarnation(request.incarnation)
+        store = self._role.serving()
+        store.check_job(request.job)
+        store.close_incarnation(request.incarnation)
         return ps_pb2.CloseIncarnationReply()
 
     def finish_functions(
         self, request: ps_pb2.FinishFunctionsRequest, _context: grpc.ServicerContext
     ) -> ps_pb2.FinishFunctionsReply:
         """These functions have ended."""
-        self._role.store.check_job(request.job)
+        store = self._role.serving()
+        store.check_job(request.job)
         if len(request.starts) != len(request.stops):
             raise ProtocolError("intervals of functions need as many stops as starts")
-        self._role.store.finish_functions(list(zip(request.starts, request.stops, strict=True)))
+        store.finish_functions(list(zip(request.starts, request.stops, strict=True)))
         return ps_pb2.FinishFunctionsReply()
+
+    def checkpoint(self, request: ps_pb2.CheckpointRequest, _context: grpc.ServicerContext) -> ps_pb2.CheckpointReply:
+        """Mark, write or drop this server's part of a checkpoint."""
+        store = self._role.serving()
+        store.check_job(request.job)
+        reply = ps_pb2.CheckpointReply()
+        with self.drain.passing():
+            if request.action == ps_pb2.CheckpointRequest.MARK:
+                self._role.parts.mark(store, request.id)
+            elif request.action == ps_pb2.CheckpointRequest.WRITE:
+                reply = self._role.parts.write(store, request.id, join(request.directory, request.file))
+            elif request.action == ps_pb2.CheckpointRequest.DROP:
+                self._role.parts.forget()
+            else:
+                raise ProtocolError(f"action {request.action} of a checkpoint")
+        return reply
+
+    def restore(self, request: ps_pb2.RestoreRequest, _context: grpc.ServicerContext) -> ps_pb2.RestoreReply:
+        """Read a checkpoint beside what there is, or let it take its place."""
+        store = self._role.serving()
+        store.check_job(request.job)
+        with self.drain.passing():
+            if request.drop:
+                self._role.parts.forget()
+            elif request.commit:
+                self._role.parts.commit(store, request.id)
+                self._role.keeper.save()
+            else:
+                where = functools.partial(join, request.directory)
+                self._role.parts.stage(store, request.id, request.shards, where)
+        return ps_pb2.RestoreReply()

@@ -8,15 +8,17 @@ lock is held for one block's copy at a time, never while the network is slow.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.frames import CHUNK_BYTES, view
+from pscluster.ps.durable.capture import Capture, blocks_of_rows
 from pscluster.ps.rules import compute_dtype
 
 Array = npt.NDArray[np.generic]
@@ -28,14 +30,49 @@ AVERAGE = "average"
 class Shard:
     """A block of a variable. Every access to `array` and `slots` happens under `lock`."""
 
-    def __init__(self, array: Array) -> None:
+    def __init__(self, array: Array, updates: int = 0) -> None:
         self.array = array
-        self.version = secrets.randbits(62)  # rises before each update; never that of another server's shard
+        self.updates = updates  # applied so far
+        self.changes = 0  # rises before each update, applied or failed
+        self._first_version = secrets.randbits(62)
         self.lock = threading.Lock()
         self.slots: dict[int, dict[str, Array]] = {}  # by optimizer
         self.steps: dict[int, int] = {}
         self.averages: dict[int, Array] = {}
         self._snapshots: list[Snapshot] = []
+        self._captures: list[Capture] = []
+
+    @property
+    def version(self) -> int:
+        """Rises before each update; never that of another server's shard, or of this one before it was restored."""
+        return self._first_version + self.changes
+
+    def arrays(self) -> dict[str, Array]:
+        """All that is kept of it: the values, and by optimizer its slots and average. Under the lock."""
+        slots = {f"slot/{number}/{name}": array for number, by in self.slots.items() for name, array in by.items()}
+        averages = {f"average/{number}": array for number, array in self.averages.items()}
+        return {"value": self.array, **slots, **averages}
+
+    def put(self, arrays: Mapping[str, Array]) -> None:
+        """Slots and averages, named as `arrays` does."""
+        for name, array in arrays.items():
+            kind, _, rest = name.partition("/")
+            if kind == "slot":
+                number, _, slot = rest.partition("/")
+                self.slots.setdefault(int(number), {})[slot] = array
+            elif kind == "average":
+                self.averages[int(rest)] = array
+
+    def capture(self) -> Capture:
+        """All of it as it is now, to be given to `release`. Under the lock."""
+        capture = Capture(self.arrays(), self.lock)
+        self._captures.append(capture)
+        return capture
+
+    def release(self, capture: Capture) -> None:
+        """The capture has been read or given up. Takes the lock."""
+        with self.lock:
+            self._captures.remove(capture)
 
     @property
     def nbytes(self) -> int:
@@ -61,18 +98,24 @@ class Shard:
             rows = np.unique(ids)
             average[rows] += (values[rows] - average[rows]) * share
 
-    def before_change(self, blocks: Iterable[int] | None = None) -> None:
-        """To be called under the lock before the bytes in these blocks change (None: all of them)."""
+    def before_change(self) -> None:
+        """To be called under the lock before any of it changes."""
+        for snapshot in self._snapshots:
+            snapshot.save(None)
+        for capture in self._captures:
+            capture.save(None)
+
+    def before_rows_change(self, ids: npt.NDArray[np.int64], leading: int = 1) -> None:
+        """To be called under the lock before these rows change, numbered over so many leading axes."""
+        if not (self._snapshots or self._captures):
+            return
+        shape = self.array.shape
+        row_bytes = math.prod(shape[leading:]) * self.array.itemsize
+        blocks = blocks_of_rows(ids, row_bytes, CHUNK_BYTES)
         for snapshot in self._snapshots:
             snapshot.save(blocks)
-
-    def blocks_of_rows(self, ids: npt.NDArray[np.int64], row_bytes: int) -> Iterable[int]:
-        """The blocks in which these rows, of so many bytes each, lie."""
-        if not self._snapshots:
-            return ()
-        first = (ids * row_bytes // CHUNK_BYTES).tolist()
-        last = (((ids + 1) * row_bytes - 1) // CHUNK_BYTES).tolist()
-        return {block for low, high in set(zip(first, last, strict=True)) for block in range(low, high + 1)}
+        for capture in self._captures:
+            capture.save(ids, math.prod(shape[1:leading]))
 
     def snapshot(self, start: int, stop: int) -> Snapshot:
         """A consistent read of the bytes [start, stop), to be closed. Takes the lock."""

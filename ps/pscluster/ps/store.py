@@ -11,10 +11,12 @@ Locks, in order: a variable's while it is made, a shard's, then the store's. Non
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -31,12 +33,14 @@ from pscluster.core.errors import (
     ProtocolError,
     PsClusterError,
     StaleError,
+    UnavailableError,
     UnknownVariableError,
 )
 from pscluster.core.frames import CHUNK_BYTES, Buffer, padding, view
 from pscluster.core.geometry import AxisSlice, Partition
 from pscluster.ps.birth import born, filler, no_handles
 from pscluster.ps.ledger import Ledger, Origin
+from pscluster.ps.losses import Losses
 from pscluster.ps.plans import MAX_REQUEST_BYTES, PreparedRead, remember
 from pscluster.ps.rules import (
     RULES,
@@ -49,7 +53,9 @@ from pscluster.ps.rules import (
 )
 from pscluster.ps.schedules import from_spec as schedule_from_spec
 from pscluster.ps.shard import AVERAGE, Array, Shard, Snapshot
-from pscluster.v1 import ps_pb2
+from pscluster.v1 import definition_pb2, ps_pb2
+
+logger = logging.getLogger(__name__)
 
 Ids = npt.NDArray[np.int64]
 
@@ -82,6 +88,8 @@ class HeldOptimizer:
 
     spec: ps_pb2.OptimizerSpec
     rule: UpdateRule
+    definition: definition_pb2.Definition | None = None  # of a rule of the user's own
+    by_value: bool = False  # its class came as a pickle
 
 
 Index = tuple[slice | EllipsisType, ...]
@@ -99,7 +107,7 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class Placed:
     """An item of an update, checked: what it changes and where its bytes lie in the payload."""
 
     item: ps_pb2.UpdateItem
@@ -139,6 +147,11 @@ class Payload:
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return np.frombuffer(data, dtype, count)
 
+    @property
+    def chunks(self) -> Sequence[memoryview]:
+        """As they came."""
+        return self._chunks
+
     def joined(self) -> memoryview:
         """All of it."""
         return self._chunks[0] if len(self._chunks) == 1 else memoryview(b"".join(self._chunks))
@@ -170,6 +183,8 @@ class Store:
         self._variables: dict[int, HeldVariable] = {}
         self._optimizers: dict[int, HeldOptimizer] = {}
         self._prepared: dict[bytes, PreparedRead] = {}
+        self._awaited: dict[int, ps_pb2.OptimizerSpec] = {}  # restored, and their rule has to be sent again
+        self.losses = Losses()
         self._births: dict[int, threading.Lock] = {}  # by variable, held while its shards are made
         self._unborn: dict[int, str] = {}  # the names of those that are being made, unless they were deleted
 
@@ -182,6 +197,16 @@ class Store:
                 f"ps {self.index} works for another job, or for none: it was restarted and has lost its variables, or "
                 "another coordinator has taken it"
             )
+
+    def take_over(self, job: int) -> None:
+        """Another coordinator goes on with what is here. When this returns, nothing of the one before is applied any
+        more, for it is of another job."""
+        with self._lock:
+            self.job = job
+            self._ledger.forget_functions()
+            self._prepared.clear()
+            shards = [shard for held in self._variables.values() for shard in held.shards.values()]
+        _pass_through(shards)
 
     def expected_bytes(self, request: ps_pb2.CreateRequest) -> int | None:
         """Payload bytes that a create request must bring; None: any. Refuses what can't be created."""
@@ -229,6 +254,7 @@ class Store:
             with self._lock:
                 wanted = self._unborn.pop(spec.id, None) is not None
                 if made is not None and wanted:
+                    self.check_job(request.job)
                     self._check_name(spec)
                     self._variables[spec.id] = made
         if not wanted:
@@ -288,8 +314,11 @@ class Store:
                 object.__setattr__(rule, "learning_rate_at", lambda step: schedule(step - 1))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidUpdateError(f"optimizer {spec.name!r}: {error}") from None
+        definition = request.rule if request.HasField("rule") else None
+        by_value = bool(len(payload.joined())) or (definition is not None and bool(definition.pickle))
         with self._lock:
-            self._optimizers[spec.id] = HeldOptimizer(spec, rule)
+            self._optimizers[spec.id] = HeldOptimizer(spec, rule, definition, by_value)
+            self._awaited.pop(spec.id, None)
 
     def delete(self, name: str) -> None:
         """Remove a variable; one that is not there is fine."""
@@ -300,12 +329,17 @@ class Store:
                     self._prepared.clear()
             self._unborn = {number: unborn for number, unborn in self._unborn.items() if unborn != name}
 
-    def describe(self, variables: Sequence[str], optimizers: Sequence[str]) -> ps_pb2.DescribeReply:
+    def describe(
+        self, variables: Sequence[str], optimizers: Sequence[str], everything: bool = False
+    ) -> ps_pb2.DescribeReply:
         """What the directory knows of these names. UnknownVariableError names the first unknown one."""
         reply = ps_pb2.DescribeReply()
         with self._lock:
             by_name = {held.spec.name: held for held in self._variables.values()}
-            rules = {held.spec.name: held for held in self._optimizers.values()}
+            rules = {held.spec.name: held.spec for held in self._optimizers.values()}
+            rules |= {spec.name: spec for spec in self._awaited.values()}
+            if everything:
+                variables, optimizers = list(by_name), list(rules)
             for name in variables:
                 if name not in by_name:
                     raise UnknownVariableError(f"there is no variable {name!r} in this job")
@@ -314,7 +348,7 @@ class Store:
                 if name not in rules:
                     raise UnknownVariableError(f"there is no optimizer {name!r} in this job")
                 spec = reply.optimizers.add()
-                spec.CopyFrom(rules[name].spec)
+                spec.CopyFrom(rules[name])
                 spec.iterations = max(
                     (
                         shard.steps.get(spec.id, 0)
@@ -324,6 +358,24 @@ class Store:
                     default=0,
                 )
         return reply
+
+    # What is kept on disk
+
+    def held(self) -> tuple[list[HeldVariable], list[HeldOptimizer], dict[int, ps_pb2.OptimizerSpec]]:
+        """The directory: variables, optimizers, and by number those optimizers whose rule is awaited."""
+        with self._lock:
+            return list(self._variables.values()), list(self._optimizers.values()), dict(self._awaited)
+
+    def restore(self, variables: Sequence[HeldVariable], awaited: Mapping[int, ps_pb2.OptimizerSpec]) -> None:
+        """Put in what was saved, before anybody is served."""
+        self._variables = {held.spec.id: held for held in variables}
+        self._awaited = dict(awaited)
+
+    @contextlib.contextmanager
+    def ledger(self) -> Iterator[Ledger]:
+        """The memory of updates, under its lock."""
+        with self._lock:
+            yield self._ledger
 
     def totals(self) -> tuple[int, int]:
         """How many shards are held, and their bytes, slots included."""
@@ -338,9 +390,7 @@ class Store:
         with self._lock:
             self._ledger.close(incarnation)
             shards = [shard for held in self._variables.values() for shard in held.shards.values()]
-        for shard in shards:
-            with shard.lock:
-                pass
+        _pass_through(shards)
 
     @property
     def remembered(self) -> int:
@@ -394,13 +444,20 @@ class Store:
 
     def _slots(self, held: HeldVariable, shard: Shard, optimizer: int) -> dict[str, Array]:
         """The slots that an optimizer keeps beside a shard; they are made when they are first needed."""
-        known = self._optimizers.get(optimizer)
-        if known is None:
-            raise UnknownVariableError(f"there is no optimizer number {optimizer} in this job")
+        known = self.optimizer(optimizer)
         with shard.lock:
             if optimizer not in shard.slots:
                 shard.slots[optimizer] = new_slots(known.rule, shard.array.shape, held.dtype)
             return shard.slots[optimizer]
+
+    def optimizer(self, number: int) -> HeldOptimizer:
+        """By its number. UnknownVariableError if there is none; UnavailableError if its rule is awaited."""
+        known = self._optimizers.get(number)
+        if known is None and number in self._awaited:
+            raise UnavailableError(f"ps {self.index} waits for the rule of optimizer {self._awaited[number].name!r}")
+        if known is None:
+            raise UnknownVariableError(f"there is no optimizer number {number} in this job")
+        return known
 
     def reply_bytes(self, request: ps_pb2.ReadRequest, ids_bytes: int) -> int:
         """Payload bytes of the reply to a read that came with so many bytes of ids. Refuses what can't be read."""
@@ -462,11 +519,15 @@ class Store:
 
     # Updating
 
-    def check_update(self, request: ps_pb2.UpdateRequest, total_bytes: int) -> list[_Placed]:
+    def check_update(self, request: ps_pb2.UpdateRequest, total_bytes: int) -> list[Placed]:
         """Everything about an update that can be said before its payload is there."""
         self.check_job(request.job)
         with self._lock:
             self._ledger.admit(_origin(request))
+        return self.place(request, total_bytes)
+
+    def place(self, request: ps_pb2.UpdateRequest, total_bytes: int) -> list[Placed]:
+        """What each item of an update changes, and where its bytes are. Refuses what does not fit together."""
         placed, at = [], 0
         for item in request.items:
             held, shard = self._shard(item.variable, item.shard)
@@ -476,9 +537,7 @@ class Store:
             check_kind(item.kind, held.dtype, name)
             optimizer = None
             if item.kind == ps_pb2.APPLY_GRADIENT:
-                optimizer = self._optimizers.get(item.optimizer)
-                if optimizer is None:
-                    raise UnknownVariableError(f"there is no optimizer number {item.optimizer} in this job")
+                optimizer = self.optimizer(item.optimizer)
             ids_at = at
             which = item.rows.WhichOneof("kind")
             index: Index | None = None
@@ -501,15 +560,24 @@ class Store:
                 expected = shard.array.itemsize
             if item.value_bytes != expected:
                 raise InvalidUpdateError(f"{item.value_bytes} bytes for {expected} of {name!r}, shard {item.shard}")
-            placed.append(_Placed(item, held, shard, optimizer, index, ids_at, at))
+            placed.append(Placed(item, held, shard, optimizer, index, ids_at, at))
             at += expected + padding(expected)
         if at != total_bytes:
             raise ProtocolError(f"an update of {total_bytes} bytes whose items need {at}")
         return placed
 
-    def update(self, request: ps_pb2.UpdateRequest, placed: list[_Placed], payload: Payload) -> ps_pb2.UpdateReply:
-        """Apply a checked request whose payload has wholly come, each item once."""
+    def update(
+        self, request: ps_pb2.UpdateRequest, placed: list[Placed], payload: Payload, applied: list[int] | None = None
+    ) -> ps_pb2.UpdateReply:
+        """Apply a checked request whose payload has wholly come, each item once.
+
+        Args:
+            applied: gets, for each item in turn, how many updates its shard has had with this one; 0 if it was
+                applied before. Where this raises, for the items up to there.
+        """
+        applied = [] if applied is None else applied
         origin = _origin(request)
+        self._note_lost(request)
         ids_of: list[Ids | None] = []
         for part in placed:
             ids = None
@@ -518,17 +586,20 @@ class Store:
                 table = _table(part.shard.array, part.item.rows.leading, part.held.spec.name)
                 self._check_ids(part.item.variable, table, ids)
             ids_of.append(ids)
-        reply = ps_pb2.UpdateReply()
+        reply = ps_pb2.UpdateReply(life=self.losses.life)
         for part, ids in zip(placed, ids_of, strict=True):
             item = part.item
             with part.shard.lock:
                 with self._lock:
+                    self.check_job(request.job)  # it may have been taken over since
                     self._ledger.admit(origin)
                     repeated = self._ledger.seen(origin, item.variable, item.shard, item.nth)
                 if repeated:
                     reply.repeated_ += 1
+                    reply.updates.append(part.shard.updates)
+                    applied.append(0)
                     continue
-                part.shard.version += 1
+                part.shard.changes += 1
                 try:
                     with np.errstate(all="ignore"):  # infinity and NaN are the caller's to look for
                         self._apply(part, ids, payload)
@@ -543,13 +614,50 @@ class Store:
                     ) from error
                 with self._lock:
                     self._ledger.record(origin, item.variable, item.shard, item.nth)
+                part.shard.updates += 1
+                applied.append(part.shard.updates)
+                reply.updates.append(part.shard.updates)
                 reply.applied += 1
         if not origin.function:
             with self._lock:
                 self._ledger.settle(origin.incarnation, request.settled)
         return reply
 
-    def _apply(self, part: _Placed, ids: Ids | None, payload: Payload) -> None:
+    def _note_lost(self, request: ps_pb2.UpdateRequest) -> None:
+        """Compare what a client was told by a process before this one with what was restored."""
+        if not self.losses.restored:
+            return
+        for item in request.items:
+            with self._lock:
+                lost = self.losses.note((item.variable, item.shard), item.life, item.seen)
+            if lost:
+                name = self._variables[item.variable].spec.name
+                logger.warning("at least %d acknowledged updates of %r, shard %d, were lost", lost, name, item.shard)
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Acknowledged updates that are lost, at least, by variable: on the shard that has lost most."""
+        found: dict[str, int] = {}
+        with self._lock:
+            for (variable, _), lost in self.losses.total.items():
+                if variable in self._variables:
+                    name = self._variables[variable].spec.name
+                    found[name] = max(lost, found.get(name, 0))
+        return found
+
+    def replay(self, request: ps_pb2.UpdateRequest, placed: Placed, payload: Payload, count: int) -> None:
+        """Apply one item of a request again, as its shard's update with this count, and remember it."""
+        part, origin, ids = placed, _origin(request), None
+        if part.item.rows.WhichOneof("kind") == "ids":
+            ids = payload.ids(part.ids_at, part.item.rows.ids)
+        with part.shard.lock, np.errstate(all="ignore"):
+            part.shard.changes += 1
+            self._apply(part, ids, payload)
+            part.shard.updates = count
+        with self._lock:
+            self._ledger.record(origin, part.item.variable, part.item.shard, part.item.nth)
+
+    def _apply(self, part: Placed, ids: Ids | None, payload: Payload) -> None:
         """Under the shard's lock."""
         shard, dtype = part.shard, part.shard.array.dtype
         slots: dict[str, Array] = {}
@@ -572,7 +680,7 @@ class Store:
             if part.optimizer.spec.ema_momentum:
                 shard.average(part.optimizer.spec.id, part.optimizer.spec.ema_momentum, ids)
 
-    def _apply_own(self, part: _Placed, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload) -> None:
+    def _apply_own(self, part: Placed, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload) -> None:
         """A gradient by a rule of the user's, which may raise at any block: the shard is as before then."""
         rows = slice(None) if ids is None else ids
         arrays = [part.shard.array, *slots.values()]
@@ -587,12 +695,12 @@ class Store:
                 array[rows if array.ndim else ...] = old
             raise
 
-    def _apply_rows(self, part: _Placed, ids: Ids, slots: dict[str, Array], step: int, payload: Payload) -> None:
+    def _apply_rows(self, part: Placed, ids: Ids, slots: dict[str, Array], step: int, payload: Payload) -> None:
         shard, dtype = part.shard, part.shard.array.dtype
         values = payload.array(part.values_at, part.item.value_bytes // dtype.itemsize, dtype)
         table = _table(shard.array, part.item.rows.leading, part.held.spec.name)
         rows = values.reshape(len(ids), table.shape[1])
-        shard.before_change(shard.blocks_of_rows(ids, table.shape[1] * dtype.itemsize))
+        shard.before_rows_change(ids, part.item.rows.leading or 1)
         if part.optimizer is not None:
             tables = {name: array.reshape(table.shape) for name, array in slots.items()}
             apply_rows(part.optimizer.rule, table, ids, rows, tables, step)
@@ -605,7 +713,7 @@ class Store:
             _ARITHMETIC[part.item.kind].at(table, ids, rows)
 
     @staticmethod
-    def _apply_slices(part: _Placed, payload: Payload) -> None:
+    def _apply_slices(part: Placed, payload: Payload) -> None:
         """Values for a box of the shard, or one value for all that is selected."""
         shard, dtype = part.shard, part.shard.array.dtype
         target = shard.array if part.index is None else shard.array[part.index]
@@ -617,7 +725,7 @@ class Store:
         else:
             _ARITHMETIC[part.item.kind](target, values, out=target, casting="same_kind")
 
-    def _apply_dense(self, part: _Placed, slots: dict[str, Array], step: int, payload: Payload) -> None:
+    def _apply_dense(self, part: Placed, slots: dict[str, Array], step: int, payload: Payload) -> None:
         shard, dtype = part.shard, part.shard.array.dtype
         flat = shard.array.reshape(-1)
         shard.before_change()
@@ -703,6 +811,13 @@ def check_kind(kind: ps_pb2.UpdateKind, dtype: np.dtype[Any], name: str) -> None
     if not can:
         what = ps_pb2.UpdateKind.Name(kind)
         raise InvalidUpdateError(f"{what} of {name!r}, which is {dtype.name}: elements of this type can't")
+
+
+def _pass_through(shards: Sequence[Shard]) -> None:
+    """Whatever was in progress on them has ended."""
+    for shard in shards:
+        with shard.lock:
+            pass
 
 
 def _origin(request: ps_pb2.UpdateRequest) -> Origin:

@@ -182,6 +182,11 @@ class Variable(Arithmetic, Handle):
     # What it is
 
     @property
+    def number(self) -> int:
+        """Under which the servers know it."""
+        return self._id
+
+    @property
     def num_shards(self) -> int:
         """In how many shards it is cut."""
         return self.partition.num_shards

@@ -23,6 +23,7 @@ from pscluster.core.serving import (
 )
 from pscluster.core.tokens import call_metadata
 from pscluster.ps.client import PsClient
+from pscluster.v1 import node_pb2
 from pscluster.worker.service import SERVICE, WorkerRole, WorkerService
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,22 @@ def serve_worker(
 
     def serve(stop: StopRequest) -> Callable[[], None]:
         identity = make_identity("worker", index)
+
+        def make_client(request: node_pb2.AttachRequest, incarnation: int) -> PsClient:
+            client = PsClient(
+                peers,
+                identity,
+                metadata,
+                job=request.job,
+                incarnation=incarnation,
+                retry_seconds=request.ps_timeout,
+            )
+            client.expect(request.holdings)
+            return client
+
         role = WorkerRole(
             index,
-            lambda job, incarnation: PsClient(peers, identity, metadata, job=job, incarnation=incarnation),
+            make_client,
             options.connect_timeout,
         )
         server = RoleServer(

@@ -26,8 +26,8 @@ SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
 _MAX_UPLOAD_BYTES = 1 << 46
 _TURN_SECONDS = 1.0  # so often a stream that waits for its turn looks whether it is still wanted
 
-ClientFactory = Callable[[int, int], PsClient]
-"""(job, incarnation) -> a client that is not connected yet."""
+ClientFactory = Callable[[node_pb2.AttachRequest, int], PsClient]
+"""(request of the coordinator, incarnation) -> a client that is not connected yet."""
 
 
 class WorkerRole(Role):
@@ -42,17 +42,26 @@ class WorkerRole(Role):
         self._job: Job | None = None
         self._runner: Runner | None = None
         self._leaving = False
+        self._lineage = self._epoch = 0
         self._done_before = 0
+
+    def admit(self, request: node_pb2.AttachRequest) -> None:
+        """StaleError for a coordinator whose job another one has taken over."""
+        if request.lineage and request.lineage == self._lineage and request.epoch < self._epoch:
+            raise StaleError(
+                f"coordinator number {self._epoch} of this job has taken it over from number {request.epoch}"
+            )
 
     def attached(self, request: node_pb2.AttachRequest) -> int:
         """A fresh job under a fresh incarnation: what an earlier attachment left is dropped."""
+        self._lineage, self._epoch = request.lineage, request.epoch
         incarnation = fresh_id()
         job = Job(
             incarnation=incarnation,
             worker_index=self._index,
             num_workers=request.num_workers,
             seed=request.seed,
-            client=self._make_client(request.job, incarnation),
+            client=self._make_client(request, incarnation),
             connect_timeout=self._connect_timeout,
         )
         self._replace(job)

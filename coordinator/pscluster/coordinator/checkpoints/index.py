@@ -1,0 +1,231 @@
+"""The index of a checkpoint: `index.json`, beside the servers' files.
+
+`weight_map` and `metadata` are as in the index of sharded safetensors, so that its readers find the tensors; the rest
+says how they make up variables. The file names its own digest: whatever bit of a checkpoint flips, it is found. A
+directory is a checkpoint from the moment its index is there; the index is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from pscluster.core.dtypes import dtype_named
+from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
+from pscluster.core.geometry import Partition
+from pscluster.ps.checkpoints.tensor_files import join
+from pscluster.v1 import ps_pb2
+
+INDEX = "index.json"
+FORMAT = "pscluster-checkpoint"
+VERSION = 1
+_MAX_INDEX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """An array of one shard, and where it is."""
+
+    shard: int
+    file: str
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(slots=True)
+class SavedVariable:
+    """A variable: how it was cut, and of each shard the values, slots and averages.
+
+    Attributes:
+        arrays: by what it is ("value", "slot/OPTIMIZER/NAME", "average/OPTIMIZER"), the tensors of those shards that
+            have it.
+        updates: of each shard, how many it had had.
+        steps: of each shard, by optimizer, how many gradients it had had.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    ends: tuple[tuple[int, ...], ...]
+    arrays: dict[str, list[SavedTensor]] = field(default_factory=dict)
+    updates: list[int] = field(default_factory=list)
+    steps: list[dict[str, int]] = field(default_factory=list)
+
+    @property
+    def partition(self) -> Partition:
+        """How it was cut."""
+        return Partition(self.shape, self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """One server's file."""
+
+    bytes: int
+    header_bytes: int
+    header_sha256: str
+
+
+@dataclass(slots=True)
+class Index:
+    """Everything about a checkpoint but the tensors' bytes."""
+
+    number: int
+    created: str
+    pause_seconds: float
+    variables: dict[str, SavedVariable] = field(default_factory=dict)
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, SavedFile] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[SavedTensor]:
+        """All of them."""
+        return [tensor for each in self.variables.values() for array in each.arrays.values() for tensor in array]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    def add_variable(self, spec: ps_pb2.VariableSpec) -> None:
+        """One that is to be in it; its shards follow with `add_file`."""
+        ends = tuple(tuple(split.ends) for split in spec.splits)
+        count = len(spec.owners)
+        self.variables[spec.name] = SavedVariable(
+            spec.name, tuple(spec.shape), spec.dtype, spec.trainable, ends, {}, [0] * count, [{} for _ in range(count)]
+        )
+
+    def add_file(self, name: str, reply: ps_pb2.CheckpointReply, names: dict[int, str]) -> None:
+        """What a server has written; `names` are those of the variables that belong to the checkpoint, by number."""
+        self.files[name] = SavedFile(reply.bytes, reply.header_bytes, reply.header_sha256)
+        for shard in reply.shards:
+            if shard.variable not in names:
+                continue  # made after the others were marked
+            variable = self.variables[names[shard.variable]]
+            variable.updates[shard.shard] = shard.updates
+            variable.steps[shard.shard] = dict(shard.steps)
+            for each in shard.tensors:
+                variable.arrays.setdefault(each.array, []).append(
+                    SavedTensor(
+                        shard.shard,
+                        name,
+                        each.tensor,
+                        each.dtype,
+                        tuple(each.shape),
+                        each.offset,
+                        each.bytes,
+                        each.sha256,
+                    )
+                )
+
+    def to_json(self) -> bytes:
+        """The file."""
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "metadata": {"total_size": self.nbytes},
+            "weight_map": {tensor.tensor: tensor.file for tensor in self.tensors},
+            **asdict(self),
+        }
+        text = json.dumps(body, indent=1, sort_keys=True)
+        return (text[:-2] + f',\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n').encode()
+
+
+def write_index(directory: str, index: Index) -> None:
+    """From now on the directory is a checkpoint. CheckpointError if it can't be written."""
+    path = join(directory, INDEX)
+    try:
+        fs, where = fsspec.core.url_to_fs(path)
+        new = f"{where}.new"
+        with fs.open(new, "wb") as file:
+            file.write(index.to_json())
+        fs.mv(new, where)
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_index(directory: str) -> Index:
+    """The index of a checkpoint. CheckpointError if there is none, or it is not what was written."""
+    path = join(directory, INDEX)
+    try:
+        with fsspec.open(path, "rb") as file:
+            data = file.read(_MAX_INDEX_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} is no checkpoint: it has no {INDEX}, which is written last") from None
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
+    text, mark, digest = data.decode(errors="replace").rpartition(',\n "sha256": "')
+    if not mark or hashlib.sha256(f"{text}\n}}".encode()).hexdigest() != digest[:64] or digest[64:] != '"\n}\n':
+        try:
+            foreign = json.loads(data).get("format") != FORMAT
+        except (ValueError, AttributeError, RecursionError):
+            foreign = False
+        what = "is of another program" if foreign else "is damaged: it is not what was written"
+        raise CheckpointError(f"{path} {what}")
+    body = json.loads(text + "\n}")
+    if body.get("format") != FORMAT or body.get("version") != VERSION:
+        raise CheckpointError(f"{path} is of version {body.get('version')!r} of the format, not {VERSION}")
+    return _parsed(body)
+
+
+def _parsed(body: dict[str, Any]) -> Index:
+    index = Index(body["number"], body["created"], body["pause_seconds"], optimizers=body["optimizers"])
+    index.files = {name: SavedFile(**each) for name, each in body["files"].items()}
+    for name, each in body["variables"].items():
+        arrays = {
+            key: [SavedTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in tensors]
+            for key, tensors in each["arrays"].items()
+        }
+        index.variables[name] = SavedVariable(
+            name,
+            tuple(each["shape"]),
+            each["dtype"],
+            each["trainable"],
+            tuple(tuple(axis) for axis in each["ends"]),
+            arrays,
+            each["updates"],
+            each["steps"],
+        )
+    return index
+
+
+def check_whole(index: Index, directory: str) -> None:
+    """CheckpointError if the shards do not make up the variables, or two tensors have one name."""
+    for name, count in Counter(tensor.tensor for tensor in index.tensors).items():
+        if count > 1:
+            raise CheckpointError(f"{directory}: {count} tensors are named {name!r}: rename a variable or an optimizer")
+    for variable in index.variables.values():
+        partition = variable.partition
+        here = sorted(tensor.shard for tensor in variable.arrays.get("value", ()))
+        if here != list(range(partition.num_shards)):
+            raise CheckpointError(
+                f"{directory} lacks shards of {variable.name!r}: it has {here} of {partition.num_shards}"
+            )
+        for key, tensors in variable.arrays.items():
+            for tensor in tensors:
+                shape = partition.block(tensor.shard).shape
+                size = math.prod(shape) * dtype_of(tensor.dtype).itemsize
+                if tensor.shape != shape or tensor.bytes != size:
+                    raise CheckpointError(
+                        f"{directory}: {key} of {variable.name!r}, shard {tensor.shard}, does not fit"
+                    )
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """CheckpointError for a type that is not known here."""
+    try:
+        return dtype_named(name)
+    except (MisuseError, ProtocolError) as error:
+        raise CheckpointError(str(error)) from None

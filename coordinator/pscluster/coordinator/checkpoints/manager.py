@@ -1,0 +1,474 @@
+"""Saving and restoring: consistent cuts, several checkpoints in a directory, and what a script does when it starts.
+
+A checkpoint is a cut through the job: no function runs while the servers mark their shards, so that no update is in one
+shard and missing in another. Functions that run end first, those that have not started wait; marking takes
+milliseconds. Then functions go on, and the servers write what was marked, copy-on-write, each its own file.
+
+    save: paused (functions end, or it fails after barrier_timeout) -> marked -> going on -> written -> index written
+          whatever fails, the run goes on, what was there before stands, and the error is raised where it is waited for
+    restore: the index is read and checked -> every server reads and verifies its part beside what there is -> commit
+          whatever fails before the commit, nothing has changed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import enum
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+from google.protobuf.json_format import MessageToDict
+
+from pscluster.coordinator.checkpoints.index import (
+    INDEX,
+    Index,
+    SavedTensor,
+    SavedVariable,
+    check_whole,
+    read_index,
+    write_index,
+)
+from pscluster.coordinator.job_progress import NAME as PROGRESS
+from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, PsClusterError
+from pscluster.core.geometry import moves
+from pscluster.core.identity import fresh_id
+from pscluster.ps.checkpoints.tensor_files import join
+from pscluster.v1 import ps_pb2
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.strategy import ParameterServerStrategy
+    from pscluster.ps.variables import Variable
+
+logger = logging.getLogger(__name__)
+
+BARRIER_SECONDS = 60.0
+_SLOWEST_BYTES_PER_SECOND = 5 << 20
+_LEAST_SECONDS = 600.0
+
+
+class RestoredFrom(enum.Enum):
+    """What a job goes on with."""
+
+    LIVE = "live"  # the servers have it: the coordinator before this one died
+    CHECKPOINT = "checkpoint"
+    NOTHING = "nothing"  # the initial values
+
+
+class Checkpoint:
+    """Saves all of a strategy, variables, slots, averages, steps and progress, and restores it.
+
+    Args:
+        strategy: whose variables they are.
+        barrier_timeout: seconds that running functions have to end in, before a save fails.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, *, barrier_timeout: float = BARRIER_SECONDS) -> None:
+        if not barrier_timeout > 0:
+            raise ConfigurationError(f"barrier_timeout is {barrier_timeout}; give more than 0 seconds")
+        self.strategy = strategy
+        self.barrier_timeout = barrier_timeout
+
+    def mark(self, number: int = 0) -> MarkedCheckpoint:
+        """A cut through the job as it is now, to be written.
+
+        Raises:
+            WaitTimeoutError: functions still run after `barrier_timeout`; the message names them.
+            UnavailableError: a server can't be reached.
+        """
+        strategy, begin = self.strategy, time.monotonic()
+        dispatcher = strategy.dispatcher
+        with dispatcher.paused(self.barrier_timeout) if dispatcher is not None else contextlib.nullcontext():
+            index = Index(number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
+            directory = strategy.client.directory()[0]
+            for spec in directory.variables:
+                index.add_variable(spec)
+            for optimizer in directory.optimizers:
+                index.optimizers[optimizer.name] = MessageToDict(optimizer, preserving_proto_field_name=True)
+            mark = fresh_id()
+            try:
+                strategy.client.checkpoint(ps_pb2.CheckpointRequest.MARK, mark)
+            except BaseException:
+                with contextlib.suppress(PsClusterError):  # those that are there keep no old bytes for nobody
+                    strategy.client.checkpoint(ps_pb2.CheckpointRequest.DROP, mark)
+                raise
+        index.pause_seconds = round(time.monotonic() - begin, 6)
+        return MarkedCheckpoint(strategy, mark, index, {spec.id: spec.name for spec in directory.variables})
+
+    def write(self, path: str) -> str:
+        """Save to this directory, which every server must see under the same path; the path.
+
+        Raises:
+            WaitTimeoutError, UnavailableError: as `mark`.
+            CheckpointError: it can't be written; the message says where and why.
+        """
+        return self.mark().write(str(path))
+
+    def read(self, path: str, *, partial: bool = False) -> Index:
+        """Restore from this directory, however the variables are cut and placed now. What was in it.
+
+        Args:
+            partial: variables that are not in the checkpoint stay as they are; otherwise that is an error.
+
+        Raises:
+            CheckpointError: it is damaged, of another program, or does not fit. Nothing was changed.
+            UnavailableError: a server was lost. If that was during the last step, others have the checkpoint's values.
+        """
+        path = str(path)
+        index = read_index(path)
+        check_whole(index, path)
+        strategy = self.strategy
+        self._check_names(index, path, partial)
+        strategy.prepare_progress(index.variables)
+        requests = self._plan(index, path)
+        number = fresh_id()
+        timeout = _timeout(index.nbytes)
+        for request in requests.values():
+            request.id, request.directory = number, path
+        try:
+            strategy.client.restore(requests, timeout)
+        except BaseException:
+            with contextlib.suppress(PsClusterError):
+                strategy.client.restore({server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests})
+            raise
+        strategy.client.restore({server: ps_pb2.RestoreRequest(id=number, commit=True) for server in requests}, timeout)
+        return index
+
+    def _check_names(self, index: Index, path: str, partial: bool) -> None:
+        known = {variable.name for variable in self.strategy.variables}
+        missing = sorted(known - index.variables.keys() - {PROGRESS})
+        if missing and not partial:
+            raise CheckpointError(
+                f"{path} has no {', '.join(map(repr, missing))}: give partial=True to leave them as they are"
+            )
+        if surplus := [name for name in index.variables if name not in known and name != PROGRESS]:
+            logger.warning("%s has variables that are not here: %s", path, ", ".join(surplus))
+
+    def _plan(self, index: Index, path: str) -> dict[int, ps_pb2.RestoreRequest]:
+        requests = {server: ps_pb2.RestoreRequest() for server in range(self.strategy.client.num_servers)}
+        for variable in self.strategy.variables:
+            if variable.name in index.variables:
+                _plan_variable(variable, index.variables[variable.name], path, requests)
+            elif variable.name == PROGRESS:  # none was kept then: zeros, which say so
+                shard = requests[variable.owners[0]].shards.add(variable=variable.number)
+                shard.arrays.add(array="value")
+        return requests
+
+
+def _timeout(nbytes: int) -> float:
+    return _LEAST_SECONDS + nbytes / _SLOWEST_BYTES_PER_SECOND
+
+
+def _plan_variable(
+    variable: Variable, saved: SavedVariable, path: str, requests: dict[int, ps_pb2.RestoreRequest]
+) -> None:
+    if saved.shape != variable.shape or saved.dtype != variable.dtype.name:
+        raise CheckpointError(
+            f"variable {variable.name!r} is {variable.dtype.name}{list(variable.shape)}, but {saved.dtype}"
+            f"{list(saved.shape)} in {path}"
+        )
+    old, new = saved.partition, variable.partition
+    shards = [
+        requests[owner].shards.add(variable=variable.number, shard=number)
+        for number, owner in enumerate(variable.owners)
+    ]
+    tensors = {key: {each.shard: each for each in parts} for key, parts in saved.arrays.items()}
+    arrays: dict[tuple[int, str], Any] = {}
+    for move in moves(old, new):
+        shard = shards[move.new_shard]
+        for optimizer, step in saved.steps[move.old_shard].items():
+            shard.steps[optimizer] = max(step, shard.steps[optimizer])
+        before, here = old.block(move.old_shard), new.block(move.new_shard)
+        for key, parts in tensors.items():
+            if move.old_shard not in parts:
+                continue  # this shard had had no gradient yet
+            array = arrays.get((move.new_shard, key))
+            if array is None:
+                array = arrays[move.new_shard, key] = shard.arrays.add(array=key)
+            source = array.sources.add(file=parts[move.old_shard].file, tensor=_tensor(key, parts[move.old_shard]))
+            getattr(source, "from").extend(a - b for a, b in zip(move.block.start, before.start, strict=True))
+            source.to.extend(a - b for a, b in zip(move.block.start, here.start, strict=True))
+            source.count.extend(move.block.shape)
+    for number, shard in enumerate(shards):
+        if (number, "value") not in arrays:
+            shard.arrays.add(array="value")  # an empty one
+
+
+def _tensor(key: str, saved: SavedTensor) -> ps_pb2.CheckpointTensor:
+    return ps_pb2.CheckpointTensor(
+        array=key,
+        tensor=saved.tensor,
+        dtype=saved.dtype,
+        shape=saved.shape,
+        offset=saved.offset,
+        bytes=saved.bytes,
+        sha256=saved.sha256,
+    )
+
+
+class MarkedCheckpoint:
+    """A cut that the servers hold, until it is written or another one is made."""
+
+    def __init__(self, strategy: ParameterServerStrategy, mark: int, index: Index, names: dict[int, str]) -> None:
+        self._strategy = strategy
+        self._mark = mark
+        self._names = names
+        self.index = index
+
+    def write(self, path: str) -> str:
+        """Have it written; see `Checkpoint.write`."""
+        client, index = self._strategy.client, self.index
+        try:
+            fs, where = fsspec.core.url_to_fs(path)
+            fs.makedirs(where, exist_ok=True)
+            if fs.exists(join(where, INDEX)):
+                raise CheckpointError(f"there is a checkpoint in {path} already: nothing is written over one")
+            replies = client.checkpoint(
+                ps_pb2.CheckpointRequest.WRITE, self._mark, path, _timeout(_bytes(self._strategy))
+            )
+            for server, reply in enumerate(replies):
+                name = f"part-{server}-of-{client.num_servers}.safetensors"
+                if not fs.exists(join(where, name)) or fs.size(join(where, name)) != reply.bytes:
+                    raise CheckpointError(
+                        f"ps {server} has written {name}, which is not here in {path}: the directory must be the same "
+                        "for all parameter servers and the coordinator"
+                    )
+                index.add_file(name, reply, self._names)
+        except (OSError, ValueError, ImportError) as error:
+            raise CheckpointError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from error
+        finally:
+            with contextlib.suppress(PsClusterError):
+                client.checkpoint(ps_pb2.CheckpointRequest.DROP, self._mark)
+        check_whole(index, path)
+        write_index(path, index)
+        return path
+
+
+def _remove_remains(path: str) -> None:
+    """Of a checkpoint that was not written: on a full disk they would be in the way of the next."""
+    fs, where = fsspec.core.url_to_fs(path)
+    if fs.exists(where) and not fs.exists(join(where, INDEX)):
+        fs.rm(where, recursive=True)
+
+
+def _bytes(strategy: ParameterServerStrategy) -> int:
+    return sum(variable.nbytes for variable in strategy.variables) * 4  # slots
+
+
+class CheckpointManager:
+    """Several checkpoints in one directory, `ckpt-000001` and so on; the newest ones are kept.
+
+    Args:
+        directory: which every server must see under the same path; or a URL of fsspec, such as s3://bucket/run.
+        strategy: default: the one that is open.
+        max_to_keep: how many; None: all.
+        every: seconds between two that are made by themselves, in the background; None: none is.
+        barrier_timeout: see `Checkpoint`.
+
+    Raises:
+        ConfigurationError: an argument is out of its range.
+        MisuseError: no strategy, or several, are open.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        strategy: ParameterServerStrategy | None = None,
+        max_to_keep: int | None = 5,
+        every: float | None = None,
+        barrier_timeout: float = BARRIER_SECONDS,
+    ) -> None:
+        if max_to_keep is not None and max_to_keep < 1:
+            raise ConfigurationError(f"max_to_keep is {max_to_keep}; give 1 or more, or None for all")
+        if every is not None and not every > 0:
+            raise ConfigurationError(f"every is {every}; give more than 0 seconds, or None")
+        self.directory = str(directory)
+        self.max_to_keep = max_to_keep
+        self.checkpoint = Checkpoint(strategy or _the_open_one(), barrier_timeout=barrier_timeout)
+        self._lock = threading.Lock()  # one save or restore at a time
+        self._last = 0
+        self._closed = False
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[str] | None = None
+        self._stop = threading.Event()
+        self._timer: threading.Thread | None = None
+        if every is not None:
+            self._timer = threading.Thread(
+                target=self._save_now_and_then, args=(every,), name="checkpoints", daemon=True
+            )
+            self._timer.start()
+
+    # What there is
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the whole ones, the newest last."""
+        return [self._path(number) for number in self._numbers(whole=True)]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The newest one."""
+        return next(reversed(self.checkpoints), None)
+
+    def _path(self, number: int) -> str:
+        return f"{self.directory.rstrip('/')}/ckpt-{number:06d}"
+
+    def _numbers(self, *, whole: bool) -> list[int]:
+        try:
+            fs, where = fsspec.core.url_to_fs(self.directory)
+            fs.invalidate_cache()
+            if not fs.exists(where):
+                return []
+            names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in fs.ls(where, detail=True)]
+            found = [int(name[5:]) for name in names if re.fullmatch(r"ckpt-([0-9]{6}|[1-9][0-9]{6,})", name)]
+            return sorted(n for n in found if not whole or fs.exists(f"{where.rstrip('/')}/ckpt-{n:06d}/{INDEX}"))
+        except (OSError, ValueError, ImportError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{self.directory} can't be looked into: {reason}") from error
+
+    # Saving
+
+    def save(self, *, wait: bool = True) -> Future[str]:
+        """Make a checkpoint of the job as it is now.
+
+        Args:
+            wait: until it is written. Otherwise that goes on in the background; a failure is logged, and raised by
+                the future's `result()`.
+
+        Returns:
+            A future of its path.
+
+        Raises:
+            WaitTimeoutError, UnavailableError: the cut could not be made; see `Checkpoint.mark`.
+            CheckpointError: with `wait`, it could not be written. What was there before stands.
+            MisuseError: the manager is closed.
+        """
+        with self._alone():
+            if self._closed:
+                raise MisuseError("this CheckpointManager is closed: make another one")
+            # Never a number twice: a server that did not hear of a failure may still be writing there.
+            number = self._last = max([self._last, *self._numbers(whole=False)]) + 1
+            marked = self.checkpoint.mark(number)
+            future = self._pending = self._writer.submit(self._write, marked, self._path(number))
+        if wait:
+            future.result()
+        return future
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One after the other, of saves and restores: what is being written is waited for."""
+        with self._lock:
+            if self._pending is not None:
+                wait([self._pending])  # its own caller is told of its failure
+            yield
+
+    def _write(self, marked: MarkedCheckpoint, path: str) -> str:
+        try:
+            marked.write(path)
+        except BaseException as error:
+            logger.error("the checkpoint %s was not written; the run goes on: %s", path, error)
+            with contextlib.suppress(OSError, ValueError, ImportError):
+                _remove_remains(path)
+            raise
+        logger.info("saved %s (functions paused for %.3f s)", path, marked.index.pause_seconds)
+        try:
+            self._remove_old()
+        except (OSError, CheckpointError) as error:
+            logger.warning("old checkpoints in %s could not be removed: %s", self.directory, error)
+        return path
+
+    def _remove_old(self) -> None:
+        whole = self._numbers(whole=True)
+        keep = whole if self.max_to_keep is None else whole[-self.max_to_keep :]
+        fs, where = fsspec.core.url_to_fs(self.directory)
+        for number in self._numbers(whole=False):
+            if number not in keep and number <= max(whole, default=0):
+                folder = f"{where.rstrip('/')}/ckpt-{number:06d}"
+                with contextlib.suppress(FileNotFoundError):
+                    fs.rm_file(f"{folder}/{INDEX}")  # first: what is half removed is no checkpoint
+                fs.rm(folder, recursive=True)
+
+    def _save_now_and_then(self, every: float) -> None:
+        while not self._stop.wait(every):
+            try:
+                self.save()
+            except Exception as error:  # the run goes on
+                if not self._stop.is_set():
+                    logger.error("no checkpoint was made: %s", error)
+
+    def close(self) -> None:
+        """No more are made; one that is being written is waited for."""
+        self._stop.set()
+        if self._timer is not None:
+            self._timer.join()
+        with self._lock:
+            self._closed = True
+        self._writer.shutdown()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Restoring
+
+    def restore(self, path: str | None = None, *, partial: bool = False) -> str:
+        """Restore this one, or the newest; its path.
+
+        Raises:
+            CheckpointError: there is none; or it is damaged or does not fit, and nothing was changed. The message then
+                names the one before it.
+        """
+        known = self.checkpoints
+        chosen = next(reversed(known), None) if path is None else str(path).rstrip("/")
+        if chosen is None:
+            raise CheckpointError(f"there is no checkpoint in {self.directory}")
+        try:
+            with self._alone():
+                self.checkpoint.read(chosen, partial=partial)
+        except CheckpointError as error:
+            mine = chosen.rpartition("/")[0] == self.directory.rstrip("/")  # of another directory none is known
+            before = [each for each in known if mine and (len(each), each) < (len(chosen), chosen)]
+            if before:
+                raise CheckpointError(f"{error}. The one before it is {before[-1]}") from error
+            raise
+        logger.info("restored %s", chosen)
+        return chosen
+
+    def restore_or_initialize(self) -> RestoredFrom:
+        """What a script does at its start, behind its variables and optimizers: go on with what is best.
+
+        If this coordinator has attached to live variables, they stay. Else the newest checkpoint that is whole is
+        restored; of a damaged one the error is logged. Else the initial values are what there is.
+        """
+        if self.checkpoint.strategy.resumed:
+            logger.info("going on with the variables that live on the servers")
+            return RestoredFrom.LIVE
+        for path in reversed(self.checkpoints):
+            try:
+                with self._alone():
+                    self.checkpoint.read(path)
+            except CheckpointError as error:
+                logger.error("%s can't be restored: %s", path, error)
+            else:
+                logger.info("restored %s", path)
+                return RestoredFrom.CHECKPOINT
+        logger.info("there is no checkpoint in %s: beginning with the initial values", self.directory)
+        return RestoredFrom.NOTHING
+
+
+def _the_open_one() -> ParameterServerStrategy:
+    from pscluster.coordinator.strategy import open_strategies
+
+    found: Sequence[ParameterServerStrategy] = open_strategies()
+    if len(found) != 1:
+        raise MisuseError(f"{len(found)} strategies are open: say strategy=")
+    return found[0]

@@ -1,0 +1,73 @@
+"""How far a job is, in words of the user's own: kept as a variable, so that it is as durable as the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pscluster.coordinator.partitioners import FixedShardsPartitioner
+from pscluster.core.errors import MisuseError
+from pscluster.ps.variables import Variable
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.strategy import ParameterServerStrategy
+
+NAME = "pscluster/progress"
+CAPACITY = 64 << 10
+_LENGTH_BYTES = 4
+
+
+class JobProgress:
+    """Of one strategy. The variable is made when something is first kept."""
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        self._strategy = strategy
+        self._variable: Variable | None = None
+
+    def load(self) -> dict[str, Any]:
+        """What was kept last; {} if nothing was."""
+        if self._variable is None and not self._strategy.lives(NAME):
+            return {}
+        data = self._bytes().read_value().tobytes()
+        size = int.from_bytes(data[:_LENGTH_BYTES], "little")
+        found: dict[str, Any] = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + size]) if size else {}
+        return found
+
+    def save(self, values: Mapping[str, Any]) -> None:
+        """In place of what was kept before."""
+        try:
+            text = json.dumps(values, default=_plain, allow_nan=True).encode()
+        except (TypeError, ValueError) as error:
+            raise MisuseError(f"progress is kept as JSON, which this is not: {error}") from None
+        room = CAPACITY - _LENGTH_BYTES
+        if len(text) > room:
+            raise MisuseError(
+                f"progress of {len(text):,} bytes, but there is room for {room:,}: keep less, or a variable"
+            )
+        data = np.zeros(CAPACITY, np.uint8)
+        data[: _LENGTH_BYTES + len(text)] = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little") + text, np.uint8)
+        self._bytes().assign(data)
+
+    def prepare(self, saved: Container[str]) -> None:
+        """Have the variable, if a checkpoint has it."""
+        if NAME in saved:
+            self._bytes()
+
+    def _bytes(self) -> Variable:
+        if self._variable is None:
+            known = {variable.name: variable for variable in self._strategy.variables}
+            self._variable = known.get(NAME)
+        if self._variable is None:
+            with self._strategy.scope():
+                zeros = np.zeros(CAPACITY, np.uint8)
+                self._variable = Variable(zeros, name=NAME, trainable=False, partitioner=FixedShardsPartitioner(1))
+        return self._variable
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is nothing that JSON holds")

@@ -1,0 +1,100 @@
+"""A job whose coordinator died, as the next one finds it: what lives on the servers is attached to by name.
+
+    the servers say what they hold --> all of one lineage, under the job's name, held by nobody --> its next epoch
+                                   \\-> anything else ------------------------------------------> a new job
+
+A coordinator that dies while it takes the servers leaves some of them in its epoch and others in the one before: they
+are of one lineage all the same, and the next coordinator's epoch is above both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pscluster.core.errors import MisuseError
+from pscluster.v1 import node_pb2, ps_pb2
+
+logger = logging.getLogger(__name__)
+
+
+def default_job_name() -> str:
+    """Where the script lies: the same script started again means the same job."""
+    script = sys.argv[0] if sys.argv else ""
+    return os.path.abspath(script) if script and script not in ("-", "-c", "-m") else ""
+
+
+def continue_job(request: node_pb2.AttachRequest, found: Sequence[node_pb2.HelloReply]) -> None:
+    """Make the request one that goes on with what the servers hold, if that is a whole job of this name."""
+    lineages = {reply.lineage for reply in found}
+    names = {reply.job_name for reply in found}
+    if lineages == {0}:
+        return
+    if any(reply.holder for reply in found) and not request.take_over:
+        return  # it will be refused
+    if len(lineages) > 1 or 0 in lineages:
+        logger.warning("the servers do not hold one job together: a new one is begun, and what they hold is dropped")
+    elif names != {request.job_name} or not request.job_name:
+        logger.info("the servers hold another job (%s), whose coordinator is gone: it is dropped", *names)
+    else:
+        request.lineage, request.epoch = lineages.pop(), max(reply.epoch for reply in found) + 1
+
+
+@dataclass
+class LiveJob:
+    """What there is, by name, until it is attached to."""
+
+    variables: dict[str, ps_pb2.VariableSpec] = field(default_factory=dict)
+    optimizers: dict[str, ps_pb2.OptimizerSpec] = field(default_factory=dict)
+    last_id: int = 0
+
+    @staticmethod
+    def of(directories: Sequence[ps_pb2.DescribeReply]) -> tuple[LiveJob, list[str]]:
+        """From what the servers know; and the names of variables that not all of them know."""
+        live = LiveJob()
+        knowing: dict[str, int] = {}
+        for directory in directories:
+            for spec in directory.variables:
+                knowing[spec.name] = knowing.get(spec.name, 0) + 1
+                live.variables[spec.name] = spec
+            live.optimizers.update({spec.name: spec for spec in directory.optimizers})
+        numbers = [spec.id for spec in live.variables.values()] + [spec.id for spec in live.optimizers.values()]
+        live.last_id = max(numbers, default=0)
+        remains = [name for name, count in knowing.items() if count < len(directories)]
+        for name in remains:
+            del live.variables[name]
+        return live, remains
+
+    def take_variable(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ps_pb2.VariableSpec | None:
+        """The variable of this name, if it lives. MisuseError if it has another shape or type."""
+        spec = self.variables.get(name)
+        if spec is None:
+            return None
+        if tuple(spec.shape) != shape or spec.dtype != dtype.name:
+            raise MisuseError(
+                f"variable {name!r} is {dtype.name}{list(shape)} here, but {spec.dtype}{list(spec.shape)} in the job "
+                "that this goes on with: begin anew with ParameterServerStrategy(..., resume=False)"
+            )
+        return self.variables.pop(name)
+
+    def take_optimizer(self, wanted: ps_pb2.OptimizerSpec) -> ps_pb2.OptimizerSpec | None:
+        """The optimizer of this name as it is, if it lives. MisuseError if it is of another rule."""
+        spec = self.optimizers.get(wanted.name)
+        if spec is None:
+            return None
+        if spec.rule != wanted.rule:
+            raise MisuseError(
+                f"optimizer {wanted.name!r} is {wanted.rule} here, but {spec.rule} in the job that this goes on with: "
+                "begin anew with ParameterServerStrategy(..., resume=False)"
+            )
+        del self.optimizers[wanted.name]
+        if (dict(spec.numbers), spec.schedule) != (dict(wanted.numbers), wanted.schedule):
+            logger.warning("optimizer %r keeps the hyperparameters that it has, not those given here", wanted.name)
+        spec.iterations = 0
+        return spec

@@ -1,0 +1,230 @@
+"""What a parameter server does for a checkpoint: its part of it.
+
+    nothing --mark(id)--> marked(id) --write(id)--> nothing     the file is there, and what is in it is told
+                                    \\--drop, or another mark--> nothing
+    nothing --stage(id)--> staged(id) --commit(id)--> nothing   shards, slots and steps are those of the checkpoint
+                                     \\--drop, or another stage--> nothing
+
+Marking takes no time to speak of: updates that come later save the old bytes before they change them. What is staged
+lies beside what there is, so that a checkpoint which turns out to be damaged changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pscluster.core.errors import CheckpointError, StaleError
+from pscluster.ps.checkpoints.tensor_files import Array, TensorToWrite, WrittenTensor, read, tensor_name, write
+from pscluster.ps.durable.capture import Capture
+from pscluster.ps.rules import compute_dtype, new_slots
+from pscluster.ps.shard import Shard
+from pscluster.ps.store import HeldVariable, Store
+from pscluster.v1 import ps_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class _MarkedShard:
+    held: HeldVariable
+    number: int
+    shard: Shard
+    capture: Capture
+    updates: int
+    steps: Mapping[int, int]
+
+
+@dataclass(slots=True)
+class _Staged:
+    store: Store
+    arrays: list[tuple[Shard, dict[str, Array], dict[int, int]]] = field(default_factory=list)
+
+    def begin_averages(self) -> None:
+        """The values have been read: they are the averages, too, as far as none were saved."""
+        for _, arrays, _ in self.arrays:
+            for key, array in arrays.items():
+                if key.startswith("average/"):
+                    array[...] = arrays["value"]
+
+
+class Parts:
+    """The checkpoints of one server. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._marked: dict[int, list[_MarkedShard]] = {}
+        self._staged: dict[int, _Staged] = {}
+
+    def mark(self, store: Store, number: int) -> None:
+        """Remember all shards as they are."""
+        self._forget_marked()
+        marked = []
+        for held in store.held()[0]:
+            for index, shard in held.shards.items():
+                with shard.lock:
+                    capture = shard.capture()
+                    marked.append(_MarkedShard(held, index, shard, capture, shard.updates, dict(shard.steps)))
+        with self._lock:
+            self._marked[number] = marked
+
+    def write(self, store: Store, number: int, path: str) -> ps_pb2.CheckpointReply:
+        """Write what was marked. CheckpointError if that fails."""
+        with self._lock:
+            marked = self._marked.pop(number, None)
+        if marked is None:
+            raise StaleError(
+                f"checkpoint {number} is not marked on ps {store.index}: it was dropped, or the server restarted"
+            )
+        names = _optimizer_names(store)
+        reply = ps_pb2.CheckpointReply()
+        tensors: list[TensorToWrite] = []
+        entries: list[ps_pb2.CheckpointTensor] = []
+        try:
+            for each in marked:
+                shard = reply.shards.add(variable=each.held.spec.id, shard=each.number, updates=each.updates)
+                for optimizer, step in each.steps.items():
+                    shard.steps[names[optimizer]] = step
+                for key, array in each.capture.arrays.items():
+                    named = _by_name(key, names)
+                    name = f"{tensor_name(each.held.spec.name, named)}/part_{each.number}"
+                    entry = shard.tensors.add(array=named, tensor=name, dtype=array.dtype.name, shape=array.shape)
+                    entries.append(entry)
+                    tensors.append(TensorToWrite(name, array.dtype, array.shape, each.capture.in_order(key)))
+            done = write(path, tensors, {"format": "np"})
+        finally:
+            _release(marked)
+        for entry, place in zip(entries, done.tensors, strict=True):
+            entry.offset, entry.bytes, entry.sha256 = place.offset, place.nbytes, place.sha256
+        reply.header_sha256, reply.header_bytes, reply.bytes = done.header_sha256, done.header_bytes, done.nbytes
+        return reply
+
+    def forget(self) -> None:
+        """Drop everything that is marked or staged."""
+        self._forget_marked()
+        with self._lock:
+            self._staged.clear()
+
+    def _forget_marked(self) -> None:
+        with self._lock:
+            marked, self._marked = self._marked, {}
+        for each in marked.values():
+            _release(each)
+
+    def stage(
+        self, store: Store, number: int, shards: Sequence[ps_pb2.RestoreShard], where: Callable[[str], str]
+    ) -> None:
+        """Read and verify everything, beside what there is. CheckpointError if anything is not as it should be."""
+        with self._lock:
+            self._staged.clear()
+        staged = _Staged(store)
+        numbers = {name: optimizer for optimizer, name in _optimizer_names(store).items()}
+        wanted: dict[tuple[str, str], list[tuple[ps_pb2.RestoreSource, Array]]] = {}
+        held = {each.spec.id: each for each in store.held()[0]}
+        for item in shards:
+            shard = held[item.variable].shards[item.shard]
+            arrays: dict[str, Array] = {}
+            for wish in item.arrays:
+                key = _by_number(wish.array, numbers)
+                if key is None:
+                    continue  # of an optimizer that is not there
+                arrays[key] = _blank(store, held[item.variable], shard, key)
+                for source in wish.sources:
+                    wanted.setdefault((source.file, source.tensor.tensor), []).append((source, arrays[key]))
+            _check_slots(store, held[item.variable], arrays)
+            steps = {numbers[name]: step for name, step in item.steps.items() if name in numbers}
+            staged.arrays.append((shard, arrays, steps))
+        # Values first: where no average was saved, the value is the average.
+        in_order = sorted(wanted.items(), key=lambda each: each[1][0][0].tensor.array != "value")
+        averages_begin = sum(places[0][0].tensor.array == "value" for _, places in in_order)
+        for number_read, ((file, _), places) in enumerate(in_order):
+            if number_read == averages_begin:
+                staged.begin_averages()
+            entry = places[0][0].tensor
+            place = WrittenTensor(entry.offset, entry.bytes, entry.sha256)
+            values = read(where(file), entry.tensor, entry.dtype, tuple(entry.shape), place)
+            for source, target in places:
+                target[_box(source.to, source.count)] = values[_box(getattr(source, "from"), source.count)]
+        with self._lock:
+            self._staged[number] = staged
+
+    def commit(self, store: Store, number: int) -> None:
+        """What was staged takes the place of what there is."""
+        with self._lock:
+            staged = self._staged.pop(number, None)
+        if staged is None or staged.store is not store:
+            raise StaleError(f"nothing is staged under {number} on ps {store.index}: the server was restarted")
+        for shard, arrays, steps in staged.arrays:
+            with shard.lock:
+                shard.before_change()
+                shard.updates += 1
+                shard.changes += 1
+                shard.array[...] = arrays.pop("value")
+                shard.slots.clear()
+                shard.averages.clear()
+                shard.put(arrays)
+                shard.steps.clear()
+                shard.steps.update(steps)
+
+
+def _blank(store: Store, held: HeldVariable, shard: Shard, key: str) -> Array:
+    """An array of a shard, to be filled. Slots are as before the first gradient: not all may have been saved."""
+    kind, _, rest = key.partition("/")
+    if kind != "slot":
+        dtype = shard.array.dtype if kind == "value" else compute_dtype(shard.array.dtype)
+        return np.zeros(shard.array.shape, dtype)
+    number, _, slot = rest.partition("/")
+    slots = new_slots(store.optimizer(int(number)).rule, shard.array.shape, held.dtype)
+    if slot not in slots:
+        raise CheckpointError(
+            f"the checkpoint has a slot {slot!r} of {held.spec.name!r} that its optimizer does not keep"
+        )
+    return slots[slot]
+
+
+def _check_slots(store: Store, held: HeldVariable, arrays: Mapping[str, Array]) -> None:
+    """CheckpointError if an optimizer keeps slots beside those that were saved of it."""
+    for optimizer in {key.split("/")[1] for key in arrays if key.startswith("slot/")}:
+        known = store.optimizer(int(optimizer))
+        for slot in known.rule.slots:
+            if f"slot/{optimizer}/{slot}" not in arrays:
+                raise CheckpointError(
+                    f"the checkpoint lacks the slot {slot!r} of {held.spec.name!r} that optimizer "
+                    f"{known.spec.name!r} keeps: give it another name to begin with new slots"
+                )
+
+
+def _box(start: Sequence[int], count: Sequence[int]) -> Any:
+    return (*(slice(a, a + n) for a, n in zip(start, count, strict=True)), ...)
+
+
+def _release(marked: Sequence[_MarkedShard]) -> None:
+    for each in marked:
+        each.shard.release(each.capture)
+
+
+def _optimizer_names(store: Store) -> dict[int, str]:
+    _, optimizers, awaited = store.held()
+    return {known.spec.id: known.spec.name for known in optimizers} | {key: spec.name for key, spec in awaited.items()}
+
+
+def _by_name(key: str, names: Mapping[int, str]) -> str:
+    """ "slot/7/m" -> "slot/adam/m"."""
+    kind, _, rest = key.partition("/")
+    if not rest:
+        return key
+    number, _, slot = rest.partition("/")
+    return "/".join([kind, names[int(number)], *([slot] if slot else [])])
+
+
+def _by_number(key: str, numbers: Mapping[str, int]) -> str | None:
+    """The other way; None for an optimizer that is not there. Its name may hold slashes, that of a slot not."""
+    kind, _, rest = key.partition("/")
+    if not rest:
+        return key
+    name, _, slot = rest.rpartition("/") if kind == "slot" else (rest, "", "")
+    if name not in numbers:
+        return None
+    return "/".join([kind, str(numbers[name]), *([slot] if slot else [])])

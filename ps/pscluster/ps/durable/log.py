@@ -1,0 +1,287 @@
+"""The log: updates behind a generation, each acknowledged once it is in the file.
+
+Space is set aside before an update is applied, so that a full disk refuses it and does not lose it. Records are
+written by one thread for all that wait (group commit): whoever comes while nobody writes does, for the others too.
+
+A log is a row of segments. Each begins with a generation and names the one before it, so that none can be missing or
+another one's; it is cut to what was written when the next one begins. Only the last may end with a record that the end
+of a process broke off, or with a batch of which a machine that died has written some: nothing of that was
+acknowledged. Whatever else is not as it was written is damage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+
+from pscluster.core.errors import UnavailableError
+from pscluster.core.frames import Buffer, parts_of, unpack
+from pscluster.ps.durable.files import DamagedError, StateDirectory, write_all
+from pscluster.ps.durable.plan import LogPlan
+from pscluster.v1 import state_pb2
+
+_SEGMENT = struct.Struct("<8sQQI")  # magic, generation, that of the segment before (0: none), CRC-32 of these
+_SEGMENT_MAGIC = b"PSSLOG01"
+_MAGIC = 0x5053_4C47
+_HEAD = struct.Struct(
+    "<IIQQ"
+)  # magic, CRC-32 and length of the record, where the batch begins that it was written with
+_GROW = 16 << 20
+_ROOM = 256  # of a record, beside what the request and the payload take
+
+
+class Log:
+    """The segment that is being written."""
+
+    def __init__(self, directory: StateDirectory) -> None:
+        self._directory = directory
+        self._plan = LogPlan()
+        self._changed = threading.Condition()
+        self._queue: list[tuple[int, int, int, list[memoryview]]] = []  # ticket, room, CRC-32, record
+        self._done: set[int] = set()
+        self._writing = False
+        self._file = -1
+        self._segment = self._previous = 0
+        self._end = self._promised = self._allocated = 0
+
+    def begin_segment(self, generation: int, before: int, saved: int) -> bool:
+        """What is flushed from now on goes into the segment of this generation.
+
+        Args:
+            before: of the segment that was the last one when the process began.
+            saved: the last generation that is on disk. An empty segment of a later one, which failed, goes.
+
+        Returns:
+            Was the log broken? Then all updates that were taken have ended, and the generation holds them.
+
+        Raises:
+            OSError: there is no room. The segment before goes on.
+        """
+        path = self._directory.log_file(generation)
+        with self._changed:
+            while self._writing or (self._plan.broken and not self._plan.settled):
+                self._changed.wait()
+            size, new = self._promised + _GROW, path.with_name(path.name + ".new")
+            file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, size)
+                unused = self._segment > saved and self._end == _SEGMENT.size
+                previous = self._previous if unused else self._segment or before
+                head = _SEGMENT.pack(_SEGMENT_MAGIC, generation, previous, 0)
+                head = head[:-4] + struct.pack("<I", zlib.crc32(head[:-4]))
+                end = write_all(file, [head], 0)
+                if self._directory.fsync:
+                    os.fsync(file)
+                if self._file >= 0:
+                    os.ftruncate(self._file, self._end)
+                    self._allocated = self._end
+                new.replace(path)  # with its name it is the last segment
+                if self._directory.fsync:
+                    self._directory.sync_names()
+            except BaseException:
+                os.close(file)
+                with contextlib.suppress(OSError):
+                    new.unlink()
+                raise
+            if self._file >= 0:
+                os.close(self._file)
+            if unused:
+                with contextlib.suppress(OSError):
+                    self._directory.log_file(self._segment).unlink()
+            self._file, self._segment, self._previous = file, generation, previous
+            self._end, self._allocated = end, size
+            return bool(self._plan.broken)
+
+    def mended(self) -> None:
+        """A generation that was begun behind a failure is saved."""
+        with self._changed:
+            self._plan.mended()
+            self._changed.notify_all()
+
+    @property
+    def size(self) -> int:
+        """Bytes in the segment."""
+        return self._end
+
+    @property
+    def broken(self) -> str:
+        """Why no update is taken; empty: they are."""
+        return self._plan.broken
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        with self._changed:
+            while self._writing:
+                self._changed.wait()
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = -1
+
+    # For an update
+
+    def take(self, size: int) -> tuple[int, int]:
+        """Before an update of so many bytes, payload and all, is applied: its ticket, and the space set aside.
+
+        Raises:
+            UnavailableError: the log can't take it now; nothing was applied.
+        """
+        with self._changed:
+            if self._plan.broken or self._file < 0:
+                raise UnavailableError(f"no update is taken: {self._plan.broken or 'the server is stopping'}")
+            room = size + _ROOM
+            missing = self._end + self._promised + room - self._allocated
+            if missing > 0:
+                try:
+                    os.posix_fallocate(self._file, self._allocated, missing + _GROW)
+                except OSError as error:
+                    raise UnavailableError(
+                        f"no update is taken, since the log in {self._directory.path} can't grow ({error.strerror}): "
+                        "make room there"
+                    ) from None
+                self._allocated += missing + _GROW
+            self._promised += room
+            return self._plan.take(), room
+
+    def record(self, ticket: int, room: int, record: state_pb2.LogRecord, payload: Sequence[Buffer]) -> None:
+        """Behind an update: return when its record is flushed. UnavailableError if it can't be."""
+        parts = [memoryview(part) for part in parts_of(record, payload)]
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        with self._changed:
+            if not self._plan.broken:
+                self._queue.append((ticket, room, crc, parts))
+            while ticket not in self._done:
+                if self._plan.broken:
+                    self._end_ticket(ticket, room)
+                    raise UnavailableError(f"an update could not be logged: {self._plan.broken}")
+                if self._writing:
+                    self._changed.wait()
+                else:
+                    self._write()
+            self._done.discard(ticket)
+
+    def give_back(self, ticket: int, room: int) -> None:
+        """The update changed nothing."""
+        with self._changed:
+            self._end_ticket(ticket, room)
+
+    def _end_ticket(self, ticket: int, room: int) -> None:
+        self._promised -= room
+        self._plan.close(ticket)
+        self._changed.notify_all()
+
+    def wait_for_others(self) -> None:
+        """Behind a repetition: return when all updates taken so far are flushed. UnavailableError if they can't be."""
+        with self._changed:
+            horizon = self._plan.horizon()
+            while self._plan.broken or not self._plan.passed(horizon):
+                if self._plan.broken:
+                    raise UnavailableError(f"the first copy of an update could not be logged: {self._plan.broken}")
+                self._changed.wait()
+
+    def _write(self) -> None:
+        """Under the lock, which is not held while the disk is at work: write all that waits."""
+        batch, self._queue, self._writing = self._queue, [], True
+        file, at = self._file, self._end
+        self._changed.release()
+        failure = ""
+        try:
+            buffers: list[bytes | memoryview] = []
+            for _, _, crc, parts in batch:
+                buffers += [_HEAD.pack(_MAGIC, crc, sum(map(len, parts)), at), *parts]
+            end = write_all(file, buffers, at)
+            if self._directory.fsync:
+                os.fdatasync(file)
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or repr(error)
+            failure = f"the log in {self._directory.path} could not be written ({reason})"
+        finally:
+            self._changed.acquire()
+            self._writing = False
+            if failure:
+                self._plan.break_off(failure)
+                self._queue.clear()
+            else:
+                self._end = end
+                for ticket, room, _, _ in batch:
+                    self._promised -= room
+                    self._plan.close(ticket)
+                    self._done.add(ticket)
+            self._changed.notify_all()
+
+
+def records(
+    paths: Sequence[Path], first: int, *, cut: bool = False
+) -> Iterator[tuple[state_pb2.LogRecord, memoryview]]:
+    """The records of the segments from generation `first` on, and their payloads, in order.
+
+    Args:
+        paths: of all segments, ascending.
+        cut: cut the last one behind its last whole record: what comes next is another segment.
+
+    Raises:
+        DamagedError: something is missing, or not what was written.
+    """
+    before = None
+    for path in paths:
+        with path.open("rb") as file:
+            generation, previous = _segment_head(path, file.read(_SEGMENT.size))
+            if generation < first:
+                before = generation
+                continue
+            if (before is None and generation != first) or (before is not None and previous != before):
+                raise DamagedError(f"the segment of the log before {path} is missing, or another one's")
+            before = generation
+            last = path == paths[-1]
+            end = yield from _records_of(path, file.read(), last)
+        if last and cut:
+            os.truncate(path, end)
+    if before is None or before < first:
+        raise DamagedError(f"the segment of the log that begins with generation {first} is missing")
+
+
+def _segment_head(path: Path, head: bytes) -> tuple[int, int]:
+    if len(head) == _SEGMENT.size:
+        magic, generation, previous, crc = _SEGMENT.unpack(head)
+        if magic == _SEGMENT_MAGIC and crc == zlib.crc32(head[:-4]) and path.name == f"log-{generation:06d}.bin":
+            return generation, previous
+    raise DamagedError(f"{path} is damaged at its beginning, or is no segment of a log")
+
+
+def _records_of(path: Path, data: bytes, last: bool) -> Generator[tuple[state_pb2.LogRecord, memoryview], None, int]:
+    """Of one segment, without its head. Returns where in the file the last whole one ends."""
+    at, view = 0, memoryview(data)
+    while at < len(data):
+        if (end := _whole(view, at)) == 0:
+            if any(data[at:]) and (not last or _acknowledged_behind(view, at)):
+                where = _SEGMENT.size + at
+                raise DamagedError(f"{path} is damaged at byte {where:,}, with updates that were acknowledged")
+            break
+        yield unpack(bytes(view[at + _HEAD.size : end]), state_pb2.LogRecord)
+        at = end
+    return _SEGMENT.size + at
+
+
+def _whole(data: memoryview, at: int) -> int:
+    """Where the record at this place ends; 0 if there is none, or it is not whole."""
+    if len(data) < at + _HEAD.size:
+        return 0
+    magic, crc, size, _ = _HEAD.unpack_from(data, at)
+    end: int = at + _HEAD.size + size
+    whole = magic == _MAGIC and size and end <= len(data) and zlib.crc32(data[at + _HEAD.size : end]) == crc
+    return end if whole else 0
+
+
+def _acknowledged_behind(data: memoryview, hole: int) -> bool:
+    """Is there a whole record of a later batch? It was written once this one had been."""
+    mark, at, raw = struct.pack("<I", _MAGIC), hole, bytes(data)
+    while (at := raw.find(mark, at + 1)) >= 0:
+        if _whole(data, at) and _HEAD.unpack_from(data, at)[3] - _SEGMENT.size > hole:
+            return True
+    return False

@@ -1,0 +1,190 @@
+"""A coordinator that dies: servers and workers wait, and the same script started again goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.faults.steps import note, wait_for
+from tests.faults.support import PATIENCE, until
+
+from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable, optimizers
+from pscluster.core.errors import BusyError, MisuseError, PSUnavailableError, StaleError
+
+SCRIPT = """
+    import sys
+    import numpy as np
+    from pscluster.coordinator import (
+        ClusterCoordinator, FixedShardsPartitioner, ParameterServerStrategy, TFConfigClusterResolver, Variable,
+        optimizers,
+    )
+    from tests.faults.steps import note, wait_for
+
+    folder, total = sys.argv[1], int(sys.argv[2])
+    strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
+    with strategy.scope():
+        count = Variable(np.zeros((4, 2)), name="count")
+        momentum = optimizers.SGD(1.0, momentum=0.5, name="momentum")
+        trained = Variable(np.zeros(4, np.float32), name="trained")
+    coordinator = ClusterCoordinator(strategy)
+
+    def step():
+        count.assign_add(np.ones((4, 2)))
+        momentum.apply_gradients([(np.ones(4, np.float32), trained)])
+
+    begin = strategy.progress.get("done", 0)
+    note(folder, f"begun-{strategy.resumed}", str(begin))
+    for done in range(begin, total):
+        coordinator.schedule(step)
+        coordinator.join()
+        strategy.save_progress(done=done + 1, state=np.random.default_rng(7).bit_generator.state)
+        if done + 1 == total // 2 and not strategy.resumed:
+            note(folder, "half")
+            wait_for(folder, "never")
+    note(folder, "result", " ".join(map(str, [*set(count.numpy().reshape(-1)), momentum.iterations])))
+"""
+
+
+@contextmanager
+def started(cluster: LocalCluster, script: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    """The script as the cluster's coordinator; it is gone behind the block."""
+    env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token}
+    env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [env.get("PYTHONPATH", "")])])
+    command = [sys.executable, "-m", "pscluster.coordinator", *cluster.hand_over_port("chief", 0), script]
+    with subprocess.Popen([*command, *map(str, arguments)], env=env) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The script of the job."""
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("servers_die", [False, True], ids=["alone", "with all servers"])
+def test_the_script_started_again_goes_on(script: Path, tmp_path: Path, servers_die: bool) -> None:
+    """Killed in the middle of the job: variables, slots and progress are as they were, and each step counts once."""
+    total = 40
+    with LocalCluster(2, 2, log_level="ERROR", durability="log") as cluster:
+        with started(cluster, script, tmp_path, total) as first:
+            assert wait_for(str(tmp_path), "begun-False") == "0"
+            wait_for(str(tmp_path), "half")
+            first.send_signal(signal.SIGKILL)
+        if servers_die:
+            for index in range(2):
+                cluster.wait_restarted("ps", index, cluster.kill("ps", index, timeout=PATIENCE), timeout=PATIENCE)
+        with started(cluster, script, tmp_path, total) as second:
+            assert second.wait(PATIENCE) == 0
+        assert wait_for(str(tmp_path), "begun-True") == str(total // 2)
+        assert wait_for(str(tmp_path), "result").split() == [f"{total}.0", str(total)]
+
+
+@pytest.mark.timeout(180)
+def test_two_coordinators() -> None:
+    """The second is refused, and told of the first; when it takes over, what the first still sends is refused."""
+    with LocalCluster(2, 1, log_level="ERROR") as cluster:
+        first = ParameterServerStrategy(cluster, job_name="job", ps_timeout=10)
+        try:
+            with first.scope():
+                count = Variable(np.zeros(3), name="count")
+            coordinator = ClusterCoordinator(first)
+            coordinator.schedule(lambda: count.assign_add(np.ones(3))).fetch(timeout=PATIENCE)
+            with pytest.raises(BusyError, match=f"works for chief 0 .*pid {os.getpid()}.*take_over=True"):
+                ParameterServerStrategy(cluster, job_name="job")
+            with ParameterServerStrategy(cluster, job_name="job", take_over=True) as second:
+                assert second.resumed
+                with pytest.raises(StaleError, match="another coordinator has taken it"):
+                    count.assign_add(np.ones(3))
+                with second.scope():
+                    mine = Variable(np.full(3, 9.0), name="count")
+                assert mine.numpy().tolist() == [1, 1, 1]
+                until(lambda: refused(coordinator), "the first has noticed")
+                done = ClusterCoordinator(second).schedule(lambda: mine.assign_add(np.ones(3)))
+                done.fetch(timeout=PATIENCE)
+                assert mine.numpy().tolist() == [2, 2, 2]
+        finally:
+            first.close()
+
+
+def refused(coordinator: ClusterCoordinator) -> bool:
+    """Has it been told that another one has its job?"""
+    try:
+        coordinator.done()
+    except PSUnavailableError:
+        return True
+    return False
+
+
+def left_behind(cluster: LocalCluster, tmp_path: Path, body: str) -> None:
+    """Have a coordinator make something, named as the job "job", and die."""
+    path = tmp_path / "dies.py"
+    path.write_text(
+        textwrap.dedent(
+            f"""
+            import os, signal
+            import numpy as np
+            from pscluster.coordinator import ParameterServerStrategy, TFConfigClusterResolver, Variable, optimizers
+
+            strategy = ParameterServerStrategy(TFConfigClusterResolver(), job_name="job")
+            with strategy.scope():
+                {body}
+            os.kill(os.getpid(), signal.SIGKILL)
+            """
+        )
+    )
+    with started(cluster, path) as process:
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+
+
+@pytest.mark.timeout(180)
+def test_what_is_not_what_it_was(tmp_path: Path) -> None:
+    """Another shape or rule is an error that says what to do; another name, or resume=False, begins anew."""
+    with LocalCluster(2, 1, log_level="ERROR") as cluster:
+        body = "Variable(np.ones(3), name='w'); optimizers.Adam(0.5, name='rule')"
+        left_behind(cluster, tmp_path, body)
+        with ParameterServerStrategy(cluster, job_name="job") as strategy, strategy.scope():
+            with pytest.raises(MisuseError, match=r"'w' is float64\[4\] here, but float64\[3\].*resume=False"):
+                Variable(np.zeros(4), name="w")
+            with pytest.raises(MisuseError, match=r"'rule' is sgd here, but adam.*resume=False"):
+                optimizers.SGD(name="rule")
+            new = Variable(np.zeros(2), name="new")
+            assert new.numpy().tolist() == [0, 0]
+            assert optimizers.Adam(0.1, name="rule").learning_rate == 0.5
+            assert Variable(np.zeros(3), name="w").numpy().tolist() == [1, 1, 1]
+        for options in ({"job_name": "another"}, {"job_name": "job", "resume": False}):
+            left_behind(cluster, tmp_path, body)
+            with ParameterServerStrategy(cluster, **options) as strategy, strategy.scope():
+                assert not strategy.resumed
+                assert Variable(np.zeros(4), name="w").numpy().tolist() == [0] * 4
+
+
+def test_progress_is_json(tmp_path: Path) -> None:
+    """What is none, or too much, is refused; the rest comes back, NumPy's numbers as Python's."""
+    with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
+        assert strategy.progress == {}
+        strategy.save_progress(
+            epoch=np.int64(3), order=np.arange(3), state=np.random.default_rng(1).bit_generator.state
+        )
+        assert strategy.progress["epoch"] == 3
+        assert strategy.progress["order"] == [0, 1, 2]
+        assert strategy.progress["state"] == np.random.default_rng(1).bit_generator.state
+        with pytest.raises(MisuseError, match="Path is nothing that JSON holds"):
+            strategy.save_progress(path=tmp_path)
+        with pytest.raises(MisuseError, match="there is room for 65,532"):
+            strategy.save_progress(much="x" * (64 << 10))
+        assert strategy.progress["epoch"] == 3
+    note(str(tmp_path), "end")

@@ -1,0 +1,245 @@
+"""A parameter server that dies and comes back: the job goes on, and has lost what was chosen. Numbers decide."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from tests.faults.support import PATIENCE, Job, RawClient, ready, running_job, status, until
+
+from pscluster.coordinator.api import IndexedSlices, Variable, optimizers
+from pscluster.core.errors import MisuseError, PSUnavailableError, StaleError
+from pscluster.ps.rules import UpdateRule
+
+FUNCTIONS = 1500
+
+
+class Counting:
+    """Variables that count the functions on both servers: dense, by rows, trained with and without a slot."""
+
+    def __init__(self, job: Job) -> None:
+        with job.strategy.scope():
+            self.dense = Variable(np.zeros((6, 3), np.float64), name="dense")
+            self.sparse = Variable(np.zeros((8, 2), np.int64), name="sparse")
+            self.trained = Variable(np.zeros((4, 5), np.float32), name="trained")
+            self.sgd = optimizers.SGD(learning_rate=1.0)
+        self.all = [self.dense, self.sparse, self.trained]
+
+    def step(self) -> Any:
+        """A function that adds 1 to every element."""
+        dense, sparse, trained = self.all
+        sgd = self.sgd
+
+        def step() -> None:
+            dense.assign_add(np.ones(dense.shape))
+            sparse.scatter_add(IndexedSlices(np.ones(sparse.shape, np.int64), np.arange(len(sparse))))
+            sgd.apply_gradients([(-np.ones(trained.shape, np.float32), trained)])
+
+        return step
+
+    def counts(self) -> dict[str, list[int]]:
+        """By variable, what each shard has counted: the same on all of its elements."""
+        found: dict[str, list[int]] = {}
+        for variable in self.all:
+            for shard in variable.variables:
+                values = set(shard.numpy().reshape(-1).tolist())
+                assert len(values) == 1, f"{shard.name} holds a torn update: {values}"
+                found.setdefault(variable.name, []).append(int(values.pop()))
+        return found
+
+
+def kill(job: Job, *servers: int) -> None:
+    """kill -9 of these at once, and wait until they are back."""
+    old = {index: job.cluster.kill("ps", index, timeout=PATIENCE) for index in servers}
+    for index, pid in old.items():
+        job.cluster.wait_restarted("ps", index, pid, timeout=PATIENCE)
+
+
+def failure(call: Callable[[], object]) -> str:
+    """What it raises, as text."""
+    try:
+        call()
+    except PSUnavailableError as error:
+        return str(error)
+    return ""
+
+
+def during(job: Job, step: Any, functions: int, kills: list[tuple[int, ...]]) -> None:
+    """Run the functions, and kill servers when a share of them is done."""
+    values = [job.coordinator.schedule(step) for _ in range(functions)]
+    for number, servers in enumerate(kills, 1):
+        share = functions * number // (len(kills) + 1)
+        job.until_done(values, share)
+        kill(job, *servers)
+    job.join()
+
+
+@pytest.mark.timeout(180)
+def test_a_log_loses_nothing() -> None:
+    """Any server, the other, and all of them at once: every function counts once on every element."""
+    with running_job(num_ps=2, num_workers=2, shards=2, durability="log") as job:
+        counting = Counting(job)
+        during(job, counting.step(), FUNCTIONS, [(0,), (1,), (0, 1)])
+        assert counting.counts() == {name: [FUNCTIONS] * 2 for name in ("dense", "sparse", "trained")}
+        assert counting.sgd.iterations == FUNCTIONS
+        assert job.strategy.lost_updates() == {}
+
+
+@pytest.mark.timeout(180)
+def test_snapshots_lose_what_they_say() -> None:
+    """What is missing at the end is what was reported, but for the updates in flight at a death."""
+    workers = 2
+    with running_job(num_ps=2, num_workers=workers, shards=2, durability="snapshot") as job:
+        counting = Counting(job)
+        during(job, counting.step(), FUNCTIONS, [(1,), (0, 1)])
+        counts, lost = counting.counts(), job.strategy.lost_updates()
+        for name, shards in counts.items():
+            missing = FUNCTIONS - min(shards)
+            assert max(shards) <= FUNCTIONS
+            assert abs(missing - lost.get(name, 0)) <= 2 * workers, (counts, lost)
+
+
+@pytest.mark.timeout(120)
+def test_calls_outside_of_functions_wait_and_go_on() -> None:
+    """A read and an update by the script, begun while the server is down, end when it has been started by hand."""
+    with running_job(durability="log", restart=False) as job:
+        with job.strategy.scope():
+            count = Variable(np.zeros(3, np.float32), name="count")
+        count.assign_add([1, 2, 3])
+        job.cluster.kill("ps", 0)
+        found: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(count.numpy().shape)),
+            threading.Thread(target=lambda: count.assign_add([1, 1, 1])),
+        ]
+        for thread in threads:
+            thread.start()
+        job.cluster.restart("ps", 0)
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+        assert found == [(3,)]
+        assert count.numpy().tolist() == [2, 3, 4]
+
+
+@pytest.mark.timeout(120)
+def test_it_learns_what_was_closed_and_finished_before_it_serves() -> None:
+    """What ended while it was down, a worker or a function, is refused from the first moment on."""
+    with running_job(num_workers=2, durability="log", restart=False) as job:
+        with job.strategy.scope():
+            count = Variable(np.zeros(3, np.float32), name="count")
+        dispatcher = job.coordinator._dispatcher
+        connection = dispatcher._links[1].connection
+        assert connection is not None
+        job.cluster.kill("ps", 0)
+        job.coordinator.schedule(lambda: None).fetch(timeout=PATIENCE)  # function 1, which needs no server
+        job.cluster.kill("worker", 1)
+        (link,) = dispatcher._servers
+        until(lambda: list(link._finished), "the coordinator has something to tell: a function")
+        until(lambda: link._closed, "and a worker")
+        job.cluster.restart("ps", 0)
+        assert job.strategy.client.describe_variable("count").name == "count"  # as soon as anything is answered
+        with RawClient(job, incarnation=connection.incarnation) as raw:
+            late = raw.add(count, 1, function=5)
+            with pytest.raises(StaleError, match="given up"):
+                raw.session(*late)
+        with RawClient(job) as raw:
+            late = raw.add(count, 1, function=1)
+            with pytest.raises(StaleError, match="has ended"):
+                raw.session(*late)
+        assert count.numpy().tolist() == [0, 0, 0]
+
+
+@pytest.mark.timeout(120)
+def test_a_stop_in_order_loses_nothing_even_with_snapshots() -> None:
+    """SIGTERM saves the state last: a server can be exchanged while functions run."""
+    with running_job(num_ps=2, num_workers=2, shards=2, durability="snapshot") as job:
+        counting = Counting(job)
+        values = [job.coordinator.schedule(counting.step()) for _ in range(FUNCTIONS)]
+        until(lambda: ready(values) >= FUNCTIONS // 3, "a third is done", job.coordinator.describe)
+        job.cluster.kill("ps", 1, signal.SIGTERM)
+        job.cluster.restart("ps", 1)
+        job.join()
+        assert counting.counts() == {name: [FUNCTIONS] * 2 for name in ("dense", "sparse", "trained")}
+
+
+def own_rule_by_value() -> UpdateRule:
+    """A rule whose class goes by value, as one that is made in a function does."""
+
+    @dataclass(frozen=True)
+    class Doubling(UpdateRule):
+        """p <- p + 2 g."""
+
+        name: ClassVar[str] = "doubling"
+        slots: ClassVar[Mapping[str, float]] = {"sum": 0.0}
+
+        def apply(self, param: Any, grad: Any, slots: Any, scalars: Any, scratch: Any) -> None:
+            """Add the gradient twice, and keep the sum of all."""
+            slots["sum"] += grad
+            param += 2 * grad
+
+    return Doubling()
+
+
+@pytest.mark.timeout(120)
+def test_own_rules_and_rates_that_were_changed_are_there_again() -> None:
+    """A rule by value is sent again, a learning rate that was set later is kept, and so are slots and steps."""
+    with running_job(durability="snapshot") as job:
+        with job.strategy.scope():
+            w = Variable(np.zeros(4, np.float32), name="w")
+            own = optimizers.Optimizer(own_rule_by_value())
+            momentum = optimizers.SGD(learning_rate=1.0, momentum=0.5)
+        ones = np.ones(4, np.float32)
+        momentum.apply_gradients([(-ones, w)])
+        momentum.learning_rate = 2.0
+        own.apply_gradients([(ones, w)])
+        with job.strategy.scope():
+            Variable(0.0, name="last")  # creations are saved with all that was before
+        kill(job, 0)
+        before = w.numpy().copy()
+        momentum.apply_gradients([(-ones, w)])
+        assert (w.numpy() - before).tolist() == [2.5] * 4  # Keras: m = 0.5 * 1 + 2 * 1
+        assert momentum.iterations == 2
+        own.apply_gradients([(ones, w)])
+        assert own.slot(w, "sum").numpy().tolist() == [2.0] * 4
+
+
+@pytest.mark.timeout(120)
+def test_without_durability_the_loss_is_an_error_that_says_so() -> None:
+    """A server that comes back empty ends the job at once, whoever waits; nobody waits for the timeout."""
+    with running_job(durability="none") as job:
+        with job.strategy.scope():
+            count = Variable(np.zeros(3, np.float32), name="count")
+        job.coordinator.schedule(lambda: count.assign_add([1, 1, 1])).fetch()
+        kill(job, 0)
+        until(lambda: "has lost its" in failure(job.coordinator.done), "the coordinator has noticed")
+        with pytest.raises(PSUnavailableError, match=r"ps 0 at .* has lost its"):
+            job.coordinator.schedule(lambda: count.assign_add([1, 1, 1]))
+        with pytest.raises(PSUnavailableError, match=r"ps 0 at .* has lost its"):
+            count.numpy()
+
+
+@pytest.mark.timeout(120)
+def test_nothing_is_left_of_a_job_that_is_over(tmp_path: Path) -> None:
+    """The files go with the job; the next coordinator finds servers that hold nothing."""
+    with running_job(durability="log", state_dir=tmp_path) as job:
+        with job.strategy.scope():
+            Variable(np.zeros(3, np.float32), name="count")
+        (folder,) = tmp_path.iterdir()
+        assert len(list(folder.iterdir())) > 1
+        assert "durability log" in status(job.cluster, "ps", 0).detail
+        job.strategy.close()
+        until(lambda: [path.name for path in folder.iterdir()] == ["lock"], "the files are gone")
+
+
+@pytest.mark.timeout(120)
+def test_a_rule_by_value_is_refused_where_it_could_not_be_applied_again() -> None:
+    """With a log: the error says what to do."""
+    with running_job(durability="log") as job, job.strategy.scope(), pytest.raises(MisuseError, match="came as a pick"):
+        optimizers.Optimizer(own_rule_by_value())
