@@ -80,6 +80,11 @@ class StrawConnection:
     async def attach(self, request: node_pb2.AttachRequest) -> None:
         """It is there at once."""
 
+    async def until_silent(self, _lease: float) -> str:
+        """It never is."""
+        await asyncio.Event().wait()
+        return ""
+
     async def leaving(self) -> bool:
         """It leaves when the test says so."""
         return await self.leaves.wait()

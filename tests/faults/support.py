@@ -98,6 +98,7 @@ def running_job(
     *,
     shards: int = 1,
     max_attempts: int = 10,
+    worker_lease: float = 30.0,
     connect_to: Callable[[LocalCluster], Any] = lambda cluster: cluster,
     command: str | None = None,
     **options: Any,
@@ -109,6 +110,7 @@ def running_job(
         num_workers: workers.
         shards: into how many shards variables are cut.
         max_attempts: of a function.
+        worker_lease: see ClusterCoordinator.
         connect_to: the resolver through which the coordinator finds the cluster.
         command: source of a program that stands for the roles' own.
         options: of LocalCluster.
@@ -127,7 +129,8 @@ def running_job(
             connect_to(cluster), FixedShardsPartitioner(shards), token=cluster.token, connect_timeout=PATIENCE
         )
         try:
-            yield Job(cluster, strategy, ClusterCoordinator(strategy, max_attempts=max_attempts), folder)
+            coordinator = ClusterCoordinator(strategy, max_attempts=max_attempts, worker_lease=worker_lease)
+            yield Job(cluster, strategy, coordinator, folder)
         finally:
             strategy.close()
             pids += cluster.pids.values()

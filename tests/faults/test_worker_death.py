@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,9 @@ def test_a_function_that_kills_every_worker_fails_alone() -> None:
         job.join()
         fatal = job.coordinator.schedule(deadly)
         behind = [job.coordinator.schedule(where, args=(number,)) for number in range(20)]
-        with pytest.raises(FunctionError, match=r"deadly .*3 workers that died.*may be what kills them") as caught:
+        with pytest.raises(
+            FunctionError, match=r"deadly .*3 workers that died.*may be what kills them.*worker \d at .*; worker \d at "
+        ) as caught:
             job.join()
         assert (caught.value.function, caught.value.attempts) == ("deadly", 3)
         with pytest.raises(FunctionError, match="3 workers that died"):
@@ -269,3 +272,35 @@ def test_what_outlasts_the_grace_is_given_back_unfinished() -> None:
         assert held.fetch() == 1 - leaving
         assert total.numpy().tolist() == [2] * 4
         until(lambda: f"worker {leaving} finished" in repr(job.cluster), "the worker has exited with 0")
+
+
+def test_a_frozen_worker() -> None:
+    """Its functions run elsewhere when its lease is over; what it does after it thaws is refused, and counts never."""
+    with running_job(num_workers=2, worker_lease=2.0) as job:
+        with job.strategy.scope():
+            count = Variable(np.zeros(3, np.int64), name="count")
+        folder = job.folder
+
+        def step(number: int) -> int:
+            if number == 0:
+                note(folder, f"pid-{experimental_get_current_worker_index()}", str(os.getpid()))
+                wait_for(folder, "go on")
+            count.assign_add(np.ones(3, np.int64))
+            return number
+
+        values = [job.coordinator.schedule(step, args=(number,)) for number in range(50)]
+        until(lambda: list(Path(folder).glob("pid-*")), "one has begun")
+        (mark,) = Path(folder).glob("pid-*")
+        frozen, pid = int(mark.name[4:]), int(mark.read_text())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            until(lambda: list(Path(folder).glob(f"pid-{1 - frozen}")), "the other one has begun it again")
+        finally:
+            note(folder, "go on")
+            os.kill(pid, signal.SIGCONT)
+        job.join()
+        assert job.coordinator.fetch(values) == list(range(50))
+        job.until_up(2)  # it is back, under another incarnation
+        job.coordinator.schedule(step, args=(1,))
+        job.join()
+        assert count.numpy().tolist() == [51] * 3

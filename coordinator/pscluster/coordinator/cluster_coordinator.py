@@ -21,7 +21,8 @@ from pscluster.core.values import encode_call, map_structure
 from pscluster.v1 import value_pb2, worker_pb2
 
 MAX_QUEUED = 262_144
-MAX_ATTEMPTS = 10
+MAX_ATTEMPTS = 3
+WORKER_LEASE = 30.0
 
 _making = threading.Lock()
 
@@ -33,6 +34,9 @@ class ClusterCoordinator:
         strategy: connected to the cluster.
         max_queued: `schedule` blocks while so many functions wait.
         max_attempts: a function that was running on so many workers that died fails: it may be what kills them.
+        worker_lease: seconds for which a worker may be silent, frozen or cut off, before its functions go to others
+            and what it still sends is refused. It is asked three times as often. A step that holds Python's lock, as
+            some libraries' do, makes its worker silent, too.
 
     Threads may schedule, join and fetch at the same time.
     """
@@ -46,6 +50,7 @@ class ClusterCoordinator:
         *,
         max_queued: int = MAX_QUEUED,
         max_attempts: int = MAX_ATTEMPTS,
+        worker_lease: float = WORKER_LEASE,
     ) -> ClusterCoordinator:
         """The coordinator of this strategy."""
         if not isinstance(strategy, ParameterServerStrategy):
@@ -53,12 +58,16 @@ class ClusterCoordinator:
         for name, value in (("max_queued", max_queued), ("max_attempts", max_attempts)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be 1 or more")
+        if not worker_lease >= 1:
+            raise ValueError(f"worker_lease is {worker_lease}; it must be 1 second or more")
         with _making:
             if strategy._coordinator is not None:
                 return strategy._coordinator
             self = super().__new__(cls)
             self.strategy = strategy
-            self._dispatcher = strategy.start_dispatcher(max_queued=max_queued, max_attempts=max_attempts)
+            self._dispatcher = strategy.start_dispatcher(
+                max_queued=max_queued, max_attempts=max_attempts, worker_lease=worker_lease
+            )
             self._captured = {}
             self._classes = {}
             self._resources = itertools.count(1)

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -94,6 +95,7 @@ class Call:
     define: ClassDefiner | None = None
     # Handles among them: a per-worker iterator lives on the workers for as long as its handle does.
     handles: Sequence[Handle] = ()
+    deaths: Sequence[str] = ()  # of workers that were running it
 
     @property
     def size(self) -> int:
@@ -139,6 +141,7 @@ class Dispatcher:
         *,
         max_queued: int,
         max_attempts: int,
+        worker_lease: float = math.inf,
     ) -> None:
         self._loop = loop
         self._servers = list(servers)
@@ -146,6 +149,7 @@ class Dispatcher:
         self._attach = attach
         self._max_queued = max_queued
         self._max_attempts = max_attempts
+        self._worker_lease = worker_lease
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._scheduler: Scheduler[Call] = Scheduler(len(workers), max_attempts)
@@ -431,8 +435,11 @@ class Dispatcher:
         reader = asyncio.create_task(self._read(index, link, connection))
         writer = asyncio.create_task(self._write(index, link, connection))
         watcher = asyncio.create_task(connection.leaving())
+        heart = asyncio.create_task(connection.until_silent(self._worker_lease))
         try:
-            await asyncio.wait((reader, writer, watcher), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reader, writer, watcher, heart), return_when=asyncio.FIRST_COMPLETED)
+            if heart.done():
+                raise UnavailableError(heart.result())
             if reader.done() and not watcher.done():  # if it left, the word of that is just behind
                 await asyncio.wait((watcher,), timeout=LEAVE_SECONDS)
             if watcher.done():
@@ -457,28 +464,31 @@ class Dispatcher:
             if writer.done() and not writer.cancelled():
                 writer.result()
         finally:
-            await _end((reader, writer, watcher))
+            await _end((reader, writer, watcher, heart))
 
     async def _give_up(self, index: int, incarnation: int) -> None:
         """The worker's attachment is over: close its incarnation everywhere, then let others have its tasks."""
+        link = self._links[index]
         with self._lock:
             had_tasks = self._scheduler.lose(index)
+            for task in self._scheduler.workers[index].limbo[:1]:  # it was running; the others waited behind it
+                task.payload.deaths = (*task.payload.deaths, f"{link.peer} ({link.why})")
         try:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._servers))
         except PsClusterError as error:
             if had_tasks:
                 why = f"the updates of a lost worker can't be shut out from all parameter servers: {error}"
                 self._abort(PSUnavailableError(why), final=True)
-        peer = self._links[index].peer
         with self._changed:
             exhausted = FunctionError()
             exhausted.worker, exhausted.attempts = index, self._max_attempts
             failed, cancelled = self._scheduler.requeue(index, exhausted)
             for task in failed:
                 exhausted.function = task.payload.function.name
+                story = "; ".join(task.payload.deaths)
                 exhausted.summary = (
-                    f"{exhausted.function} was running on {self._max_attempts} workers that died, the last one "
-                    f"{peer}: it may be what kills them"
+                    f"{exhausted.function} was running on {self._max_attempts} workers that died, so it may be what "
+                    f"kills them, and goes to no other: {story}"
                 )
                 self._set_error(task, exhausted, RemoteValueStatus.FAILED)
             self._settle_cancelled(cancelled)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ import tenacity
 
 from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress
 from pscluster.core.errors import (
+    RETRYABLE,
     BusyError,
     PsClusterError,
     PSUnavailableError,
@@ -247,6 +249,24 @@ class WorkerConnection:
         with suppress(*LOST_CONNECTION):
             return await self._attached.read() is not grpc.aio.EOF
         return False
+
+    async def until_silent(self, lease: float) -> str:
+        """Return, in words, when the worker has not answered for so many seconds: it is frozen, or cut off."""
+        if lease == math.inf:
+            await asyncio.Event().wait()
+        heard = time.monotonic()
+        while (silent := time.monotonic() - heard) < lease:
+            asked = time.monotonic()
+            try:
+                await self._node.status(
+                    node_pb2.StatusRequest(), metadata=self._metadata, timeout=max(lease - silent, 0.1)
+                )
+                heard = time.monotonic()
+            except grpc.RpcError as error:
+                if error.code() not in RETRYABLE:
+                    heard = time.monotonic()  # it has said something
+            await asyncio.sleep(max(lease / 3 - (time.monotonic() - asked), 0.05))
+        return f"it has not answered for {silent:.0f} s"
 
     async def send(self, position: int, steps: Iterable[worker_pb2.Step]) -> None:
         """Send functions."""

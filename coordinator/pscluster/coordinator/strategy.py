@@ -236,7 +236,7 @@ class ParameterServerStrategy(Strategy):
         """
         self._progress.save(values)
 
-    def start_dispatcher(self, *, max_queued: int, max_attempts: int) -> Dispatcher:
+    def start_dispatcher(self, *, max_queued: int, max_attempts: int, worker_lease: float) -> Dispatcher:
         """For the ClusterCoordinator: begin to hand out functions."""
         if self._closed:
             raise MisuseError("this strategy is closed: make another ParameterServerStrategy")
@@ -248,6 +248,7 @@ class ParameterServerStrategy(Strategy):
             self._attach_request,
             max_queued=max_queued,
             max_attempts=max_attempts,
+            worker_lease=worker_lease,
         )
         self._dispatcher = dispatcher
         loop.run(dispatcher.start())

@@ -177,7 +177,10 @@ def read_index(directory: str) -> Index:
     body = json.loads(text + "\n}")
     if body.get("format") != FORMAT or body.get("version") != VERSION:
         raise CheckpointError(f"{path} is of version {body.get('version')!r} of the format, not {VERSION}")
-    return _parsed(body)
+    try:
+        return _parsed(body)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} makes no sense: {type(error).__name__}: {error}") from error
 
 
 def _parsed(body: dict[str, Any]) -> Index:
@@ -198,6 +201,7 @@ def _parsed(body: dict[str, Any]) -> Index:
             each["updates"],
             each["steps"],
         )
+        _ = index.variables[name].partition  # ValueError if the ends don't fit the shape
     return index
 
 
@@ -216,7 +220,10 @@ def check_whole(index: Index, directory: str) -> None:
         for key, tensors in variable.arrays.items():
             for tensor in tensors:
                 shape = partition.block(tensor.shard).shape
-                size = math.prod(shape) * dtype_of(tensor.dtype).itemsize
+                try:
+                    size = math.prod(shape) * dtype_of(tensor.dtype).itemsize
+                except CheckpointError as error:
+                    raise CheckpointError(f"{directory}: {key} of {variable.name!r}: {error}") from None
                 if tensor.shape != shape or tensor.bytes != size:
                     raise CheckpointError(
                         f"{directory}: {key} of {variable.name!r}, shard {tensor.shard}, does not fit"
