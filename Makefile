@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check proto bench bench-peers clean
+.PHONY: run test check proto bench bench-peers chaos clean
 
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
@@ -24,6 +24,10 @@ proto: $(STAMP)  ## generate the stubs anew from proto/
 
 bench: $(STAMP)  ## measure beside the peers that are installed, and write docs/benchmarks.md (half an hour)
 	$(BIN)/python benchmarks/run.py
+
+chaos: $(STAMP)  ## train while faults strike, and say what it cost (forty minutes)
+	$(BIN)/python benchmarks/chaos.py --faults workers
+	$(BIN)/python benchmarks/chaos.py --faults all
 
 bench-peers:  ## install TensorFlow, Ray, torch and Dask into .venv-peers, for bench
 	$(PYTHON) benchmarks/install_peers.py .venv-peers

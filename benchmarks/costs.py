@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import re
+import socket
 import statistics
 import tempfile
 import threading
@@ -151,6 +152,63 @@ def unchanged(mib: int, keep: int, n: int) -> float:
         return statistics.median(coordinator.schedule(read).fetch(timeout=120))
 
 
+def pushes(durability: str, seconds: float) -> float:
+    """Updates of 8 MiB a second, by one worker, on one server that keeps its state so."""
+    with (
+        LocalCluster(1, 1, env=THREADS, log_level="ERROR", durability=durability) as cluster,
+        ParameterServerStrategy(cluster) as strategy,
+    ):
+        coordinator = ClusterCoordinator(strategy)
+        with strategy.scope():
+            variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(8 << 10, 256))
+
+        def push(until: float) -> tuple[int, float]:
+            ones, count, begin = np.ones((8 << 10, 256), np.float32), 0, time.monotonic()
+            while (now := time.monotonic()) < until:
+                variable.assign_add(ones)
+                count += 1
+            return count, now - begin
+
+        coordinator.schedule(push, args=(time.monotonic() + 1,)).fetch(timeout=120)
+        count, took = coordinator.schedule(push, args=(time.monotonic() + seconds,)).fetch(timeout=120)
+        return count / took
+
+
+def healing(mib: int, durability: str) -> dict[str, float]:
+    """Seconds from the start of a new process to the first update, and from when it serves; with so much state."""
+    with (
+        LocalCluster(1, 1, env=THREADS, log_level="ERROR", durability=durability) as cluster,
+        ParameterServerStrategy(cluster) as strategy,
+    ):
+        with strategy.scope():
+            variable = Variable(lambda shape, dtype: np.ones(shape, dtype), shape=(mib << 10, 256))
+            small = Variable(np.zeros(4, np.float32))
+        del variable
+        address = cluster.cluster_spec().task_address("ps", 0)
+        whole, serving = [], []
+        for _ in range(3):
+            killed = cluster.kill("ps", 0)
+            started = time.monotonic()
+            cluster.wait_restarted("ps", 0, killed)
+            up: list[float] = []
+
+            def watch(up: list[float] = up) -> None:
+                host, port = address.rsplit(":", 1)
+                while not up:
+                    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+                        up.append(time.monotonic())
+                    time.sleep(0.002)
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            small.assign_add(1.0)
+            done = time.monotonic()
+            watcher.join()
+            whole.append(done - started)
+            serving.append(done - up[0])
+        return {"whole": statistics.median(whole), "serving": statistics.median(serving)}
+
+
 def iter_ones(shape: tuple[int, ...]) -> Iterator[Any]:
     """The same array again and again."""
     ones = np.ones(shape, np.float32)
@@ -231,6 +289,8 @@ def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
         bandwidth,
         lookup,
         unchanged,
+        pushes,
+        healing,
     ]
     return {handler.__name__: handler for handler in handlers}, {}
 

@@ -396,8 +396,51 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             ),
         )
 
+    if wanted("cost-durability"):
+        seconds = 3.0 if quick else 10.0
+        kinds = ("none", "snapshot", "log", "none, again")
+        cases = {kind: {"durability": kind.partition(",")[0], "seconds": seconds} for kind in kinds}
 
-COSTS = ("cost-workers", "cost-queue", "cost-server", "cost-client", "cost-clients", "cost-lookup", "cost-unchanged")
+        def shares(answers: dict[str, float]) -> tuple[str, bool]:
+            base = statistics.mean([answers["none"], answers["none, again"]])
+            snapshot, log = answers["snapshot"] / base, answers["log"] / base
+            return (
+                f"{_listed(answers, '/s')}; snapshot {snapshot:.2f} x, log {log:.2f} x",
+                snapshot >= 0.95 and log >= 0.5,
+            )
+
+        bench.cost(
+            "updates of 8 MiB, by what a server keeps on disk",
+            "snapshot 0.95 x, log 0.5 x of none",
+            "pushes",
+            cases,
+            shares,
+        )
+    if wanted("cost-healing"):
+        cases = {kind: {"mib": 200, "durability": kind} for kind in ("snapshot", "log")}
+        bench.cost(
+            "a server with 200 MiB that was killed: from its port being open, and from its start, to the first update",
+            "1 s from its port being open",
+            "healing",
+            cases,
+            lambda answers: (
+                ", ".join(f"{kind}: {each['serving']:.2f} s, {each['whole']:.2f} s" for kind, each in answers.items()),
+                max(each["serving"] for each in answers.values()) <= 1.0,
+            ),
+        )
+
+
+COSTS = (
+    "cost-workers",
+    "cost-queue",
+    "cost-server",
+    "cost-client",
+    "cost-clients",
+    "cost-lookup",
+    "cost-unchanged",
+    "cost-durability",
+    "cost-healing",
+)
 
 
 def main() -> int:

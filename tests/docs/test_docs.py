@@ -29,7 +29,7 @@ from tests.conftest import is_gone
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, errors
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["docs/variables.md", "docs/optimizers.md"]
+DOCUMENTS = ["docs/variables.md", "docs/optimizers.md", "docs/checkpoints.md"]
 TABLE = "| call | error | message |"
 
 RESULT = re.compile(r"# -> (.+)$")
@@ -125,8 +125,9 @@ def execute(statement: Statement, name: str, namespace: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_what_a_document_shows(name: str) -> None:
-    """All that it shows can be run, gives what it says, and leaves nothing behind."""
+def test_what_a_document_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it shows can be run, gives what it says, and leaves nothing behind. Relative paths are of `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}  # a script's: its functions and classes travel by value
     found = list(statements((ROOT / name).read_text(encoding="utf-8")))
     assert [s for s in found if s.error], "no error is shown"
@@ -164,7 +165,7 @@ def test_what_does_not_hold_is_found(line: str, error: type[BaseException]) -> N
         execute(statement, "a document", {})
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", [*DOCUMENTS, "docs/guarantees.md"])
 def test_links_and_lines(name: str) -> None:
     """A document is in the README's list, its links to files lead somewhere, and its lines are not too long."""
     path = ROOT / name

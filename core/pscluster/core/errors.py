@@ -15,6 +15,7 @@
     │   ├── PSUnavailableError                   a parameter server died or was restarted empty
     │   └── WorkerUnavailableError
     ├── CheckpointError                      a checkpoint can't be written or read: the message says which, and why
+    │   └── CheckpointMisfitError                it is whole, but of other variables or optimizers than are here
     ├── WaitTimeoutError (TimeoutError)      a wait with a timeout ended without its event
     ├── CancelledError                       cancelled because another function failed first: schedule it anew
     ├── EndOfDatasetError                    a step asked a finite dataset for more than it has
@@ -94,6 +95,10 @@ class CheckpointError(PsClusterError):
     """A checkpoint can't be written or read; the message says which file, and what is wrong. Nothing was changed."""
 
 
+class CheckpointMisfitError(CheckpointError):
+    """A checkpoint is whole, but of other variables or optimizers than there are here. Nothing was changed."""
+
+
 class WaitTimeoutError(PsClusterError, TimeoutError):
     """A wait ended by its timeout."""
 
@@ -141,6 +146,7 @@ _TABLE: tuple[tuple[str, type[PsClusterError], grpc.StatusCode], ...] = (
     ("stale", StaleError, grpc.StatusCode.ABORTED),
     ("protocol", ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
     ("refused", RefusedError, grpc.StatusCode.FAILED_PRECONDITION),
+    ("checkpoint-misfit", CheckpointMisfitError, grpc.StatusCode.FAILED_PRECONDITION),
     ("checkpoint", CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
     ("ps-unavailable", PSUnavailableError, grpc.StatusCode.UNAVAILABLE),
     ("unavailable", UnavailableError, grpc.StatusCode.UNAVAILABLE),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
+from pscluster.core.errors import ConfigurationError
 from pscluster.core.identity import make_identity
 from pscluster.core.process import main_of
 from pscluster.core.serving import (
@@ -70,6 +72,31 @@ def serve_ps(
     return serve
 
 
+def durability_options(
+    index: int,
+    address: str,
+    kind: str | None = None,
+    state_dir: Path | None = None,
+    every: float = SNAPSHOT_SECONDS,
+    *,
+    fsync: bool = False,
+) -> DurabilityOptions:
+    """How the server with this address keeps its state: as said, or as the environment says, or with snapshots.
+
+    Raises:
+        ConfigurationError: the environment names no kind of durability.
+    """
+    named = kind or os.environ.get(DURABILITY_VARIABLE) or Durability.SNAPSHOT.value
+    try:
+        chosen = Durability(named)
+    except ValueError:
+        kinds = ", ".join(each.value for each in Durability)
+        raise ConfigurationError(f"{DURABILITY_VARIABLE} is {named!r}; give one of {kinds}") from None
+    # The address tells clusters apart that share the directory.
+    folder = (state_dir or default_directory()) / f"ps-{index}-{re.sub(r'[^0-9A-Za-z.-]', '-', address)}"
+    return DurabilityOptions(chosen, folder, every, fsync)
+
+
 @click.command("ps", help="Run a parameter server: the task that TF_CONFIG names.")
 @click.option(
     "--in-flight-mib",
@@ -113,9 +140,7 @@ def command(
     config, index = own_task("ps")
     own = config.cluster.task_address("ps", index)
     address = listen_address(own, options)
-    # The address tells clusters apart that share the directory.
-    folder = (state_dir or default_directory()) / f"ps-{index}-{re.sub(r'[^0-9A-Za-z.-]', '-', own)}"
-    keeping = DurabilityOptions(Durability(durability), folder, snapshot_seconds, fsync)
+    keeping = durability_options(index, own, durability, state_dir, snapshot_seconds, fsync=fsync)
     run_role("ps", index, options, serve_ps(index, address, options, in_flight_mib, keeping))
 
 

@@ -344,7 +344,7 @@ class ParameterServerService:
             elif request.action == ps_pb2.CheckpointRequest.WRITE:
                 reply = self._role.parts.write(store, request.id, join(request.directory, request.file))
             elif request.action == ps_pb2.CheckpointRequest.DROP:
-                self._role.parts.forget()
+                self._role.parts.drop_mark(request.id)
             else:
                 raise ProtocolError(f"action {request.action} of a checkpoint")
         return reply
@@ -355,7 +355,7 @@ class ParameterServerService:
         store.check_job(request.job)
         with self.drain.passing():
             if request.drop:
-                self._role.parts.forget()
+                self._role.parts.drop_staged(request.id)
             elif request.commit:
                 self._role.parts.commit(store, request.id)
                 self._role.keeper.save()

@@ -630,8 +630,9 @@ class Store:
         for item in request.items:
             with self._lock:
                 lost = self.losses.note((item.variable, item.shard), item.life, item.seen)
-            if lost:
-                name = self._variables[item.variable].spec.name
+            held = self._variables.get(item.variable)
+            if lost and held is not None:
+                name = held.spec.name
                 logger.warning("at least %d acknowledged updates of %r, shard %d, were lost", lost, name, item.shard)
 
     @property

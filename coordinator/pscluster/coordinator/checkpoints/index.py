@@ -20,13 +20,12 @@ import numpy as np
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
 from pscluster.core.geometry import Partition
-from pscluster.ps.checkpoints.tensor_files import join
+from pscluster.ps.checkpoints.tensor_files import join, tensor_name
 from pscluster.v1 import ps_pb2
 
 INDEX = "index.json"
 FORMAT = "pscluster-checkpoint"
 VERSION = 1
-_MAX_INDEX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ def read_index(directory: str) -> Index:
     path = join(directory, INDEX)
     try:
         with fsspec.open(path, "rb") as file:
-            data = file.read(_MAX_INDEX_BYTES)
+            data = file.read()
     except FileNotFoundError:
         raise CheckpointError(f"{directory} is no checkpoint: it has no {INDEX}, which is written last") from None
     except (OSError, ValueError, ImportError) as error:
@@ -207,9 +206,10 @@ def _parsed(body: dict[str, Any]) -> Index:
 
 def check_whole(index: Index, directory: str) -> None:
     """CheckpointError if the shards do not make up the variables, or two tensors have one name."""
-    for name, count in Counter(tensor.tensor for tensor in index.tensors).items():
+    names = Counter(tensor_name(each.name, key) for each in index.variables.values() for key in each.arrays)
+    for name, count in names.items():
         if count > 1:
-            raise CheckpointError(f"{directory}: {count} tensors are named {name!r}: rename a variable or an optimizer")
+            raise CheckpointError(f"{directory}: {count} arrays are named {name!r}: rename a variable or an optimizer")
     for variable in index.variables.values():
         partition = variable.partition
         here = sorted(tensor.shard for tensor in variable.arrays.get("value", ()))

@@ -6,7 +6,8 @@ milliseconds. Then functions go on, and the servers write what was marked, copy-
 
     save: paused (functions end, or it fails after barrier_timeout) -> marked -> going on -> written -> index written
           whatever fails, the run goes on, what was there before stands, and the error is raised where it is waited for
-    restore: the index is read and checked -> every server reads and verifies its part beside what there is -> commit
+    restore: the index is read and checked -> every server reads and verifies its part beside what there is -> paused
+          -> commit -> going on
           whatever fails before the commit, nothing has changed
 """
 
@@ -36,7 +37,13 @@ from pscluster.coordinator.checkpoints.index import (
     write_index,
 )
 from pscluster.coordinator.job_progress import NAME as PROGRESS
-from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, PsClusterError
+from pscluster.core.errors import (
+    CheckpointError,
+    CheckpointMisfitError,
+    ConfigurationError,
+    MisuseError,
+    PsClusterError,
+)
 from pscluster.core.geometry import moves
 from pscluster.core.identity import fresh_id
 from pscluster.ps.checkpoints.tensor_files import join
@@ -83,8 +90,8 @@ class Checkpoint:
             UnavailableError: a server can't be reached.
         """
         strategy, begin = self.strategy, time.monotonic()
-        dispatcher = strategy.dispatcher
-        with dispatcher.paused(self.barrier_timeout) if dispatcher is not None else contextlib.nullcontext():
+        strategy.client.directory()  # a server that is gone is waited for here, not while nothing runs
+        with self._paused():
             index = Index(number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
             directory = strategy.client.directory()[0]
             for spec in directory.variables:
@@ -101,6 +108,11 @@ class Checkpoint:
         index.pause_seconds = round(time.monotonic() - begin, 6)
         return MarkedCheckpoint(strategy, mark, index, {spec.id: spec.name for spec in directory.variables})
 
+    def _paused(self) -> contextlib.AbstractContextManager[None]:
+        """No function runs within the block."""
+        dispatcher = self.strategy.dispatcher
+        return contextlib.nullcontext() if dispatcher is None else dispatcher.paused(self.barrier_timeout)
+
     def write(self, path: str) -> str:
         """Save to this directory, which every server must see under the same path; the path.
 
@@ -113,10 +125,13 @@ class Checkpoint:
     def read(self, path: str, *, partial: bool = False) -> Index:
         """Restore from this directory, however the variables are cut and placed now. What was in it.
 
+        Functions run while it is read; those that do when it takes its place end first, as in `mark`.
+
         Args:
             partial: variables that are not in the checkpoint stay as they are; otherwise that is an error.
 
         Raises:
+            WaitTimeoutError: functions still run after `barrier_timeout`. Nothing was changed.
             CheckpointError: it is damaged, of another program, or does not fit. Nothing was changed.
             UnavailableError: a server was lost. If that was during the last step, others have the checkpoint's values.
         """
@@ -131,20 +146,24 @@ class Checkpoint:
         timeout = _timeout(index.nbytes)
         for request in requests.values():
             request.id, request.directory = number, path
-        try:
-            strategy.client.restore(requests, timeout)
-        except BaseException:
-            with contextlib.suppress(PsClusterError):
-                strategy.client.restore({server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests})
-            raise
-        strategy.client.restore({server: ps_pb2.RestoreRequest(id=number, commit=True) for server in requests}, timeout)
+        with contextlib.ExitStack() as pause:
+            try:
+                strategy.client.restore(requests, timeout)
+                pause.enter_context(self._paused())
+            except BaseException:
+                drops = {server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests}
+                with contextlib.suppress(PsClusterError):
+                    strategy.client.restore(drops)
+                raise
+            commits = {server: ps_pb2.RestoreRequest(id=number, commit=True) for server in requests}
+            strategy.client.restore(commits, timeout)
         return index
 
     def _check_names(self, index: Index, path: str, partial: bool) -> None:
         known = {variable.name for variable in self.strategy.variables}
         missing = sorted(known - index.variables.keys() - {PROGRESS})
         if missing and not partial:
-            raise CheckpointError(
+            raise CheckpointMisfitError(
                 f"{path} has no {', '.join(map(repr, missing))}: give partial=True to leave them as they are"
             )
         if surplus := [name for name in index.variables if name not in known and name != PROGRESS]:
@@ -169,7 +188,7 @@ def _plan_variable(
     variable: Variable, saved: SavedVariable, path: str, requests: dict[int, ps_pb2.RestoreRequest]
 ) -> None:
     if saved.shape != variable.shape or saved.dtype != variable.dtype.name:
-        raise CheckpointError(
+        raise CheckpointMisfitError(
             f"variable {variable.name!r} is {variable.dtype.name}{list(variable.shape)}, but {saved.dtype}"
             f"{list(saved.shape)} in {path}"
         )
@@ -438,7 +457,7 @@ class CheckpointManager:
             mine = chosen.rpartition("/")[0] == self.directory.rstrip("/")  # of another directory none is known
             before = [each for each in known if mine and (len(each), each) < (len(chosen), chosen)]
             if before:
-                raise CheckpointError(f"{error}. The one before it is {before[-1]}") from error
+                raise type(error)(f"{error}. The one before it is {before[-1]}") from error
             raise
         logger.info("restored %s", chosen)
         return chosen
@@ -448,6 +467,10 @@ class CheckpointManager:
 
         If this coordinator has attached to live variables, they stay. Else the newest checkpoint that is whole is
         restored; of a damaged one the error is logged. Else the initial values are what there is.
+
+        Raises:
+            CheckpointMisfitError: the newest whole one is of other variables than there are here. To begin with the
+                initial values all the same, give another directory.
         """
         if self.checkpoint.strategy.resumed:
             logger.info("going on with the variables that live on the servers")
@@ -456,6 +479,8 @@ class CheckpointManager:
             try:
                 with self._alone():
                     self.checkpoint.read(path)
+            except CheckpointMisfitError:
+                raise  # it is no less worth for that: later ones would take its place
             except CheckpointError as error:
                 logger.error("%s can't be restored: %s", path, error)
             else:

@@ -37,6 +37,7 @@ from pscluster.ps.checkpoints.tensor_files import (
 from pscluster.ps.rules import RULES
 
 _FILE_BYTES = 4 << 30  # of a merged file, about
+_LEAST_READ_BYTES = 64 << 10
 
 
 def inspect(path: str) -> str:
@@ -83,7 +84,7 @@ def merge(path: str, out: str, *, file_bytes: int = _FILE_BYTES) -> list[str]:
     """Write a checkpoint's variables whole, as sharded safetensors with the usual `model.safetensors.index.json`.
 
     Slots and averages go along, named `VARIABLE/OPTIMIZER/SLOT`. What shards lack of them, since they had had no
-    gradient yet, is as before the first one. Of each file that is open, a MiB or two are in memory.
+    gradient yet, is as before the first one. Some MiB are in memory, however large variables are.
 
     Args:
         path: of the checkpoint.
@@ -152,11 +153,13 @@ def _fill(index: Index, key: str) -> float:
 class _Shard:
     """The elements of a saved shard, in order, a few at a time. Verified when the last one has been taken."""
 
-    def __init__(self, path: str, tensor: SavedTensor) -> None:
+    def __init__(self, path: str, tensor: SavedTensor, chunk_bytes: int) -> None:
         self._dtype = dtype_of(tensor.dtype)
         self._left = tensor.bytes
         self._data = bytearray()
-        self._chunks = verified(join(path, tensor.file), tensor.tensor, tensor.offset, tensor.bytes, tensor.sha256)
+        self._chunks = verified(
+            join(path, tensor.file), tensor.tensor, tensor.offset, tensor.bytes, tensor.sha256, chunk_bytes
+        )
 
     def take(self, shape: tuple[int, ...]) -> Array:
         size = math.prod(shape) * self._dtype.itemsize
@@ -178,13 +181,11 @@ def _in_order(
     if math.prod(shape) == 0:
         return
     blocks = [(number, block) for number, block in enumerate(variable.partition.blocks()) if block.size]
-    shards = {number: _Shard(path, tensor) for number, tensor in parts.items()}
+    side_by_side = variable.partition.num_shards // (variable.partition.grid[0] if shape else 1)
+    chunk_bytes = max(_LEAST_READ_BYTES, CHUNK_BYTES // side_by_side)
+    shards = {number: _Shard(path, tensor, chunk_bytes) for number, tensor in parts.items()}
     if not shape:
-        yield (
-            shards[0].take(()).astype(dtype, copy=False).tobytes()
-            if 0 in shards
-            else np.full((), fill, dtype).tobytes()
-        )
+        yield shards[0].take(()).astype(dtype, copy=False).tobytes()
         return
     # Rows of the first axis whose rows are small. The axes before it are walked through one index at a time.
     row_bytes = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.core.errors import CheckpointError, StaleError
+from pscluster.core.errors import CheckpointMisfitError, StaleError
 from pscluster.ps.checkpoints.tensor_files import Array, TensorToWrite, WrittenTensor, read, tensor_name, write
 from pscluster.ps.durable.capture import Capture
 from pscluster.ps.rules import compute_dtype, new_slots
@@ -107,6 +107,17 @@ class Parts:
         with self._lock:
             self._staged.clear()
 
+    def drop_mark(self, number: int) -> None:
+        """Of this checkpoint: it is not to be written."""
+        with self._lock:
+            marked = self._marked.pop(number, ())
+        _release(list(marked))
+
+    def drop_staged(self, number: int) -> None:
+        """Of this one: it is not to take the place of what there is."""
+        with self._lock:
+            self._staged.pop(number, None)
+
     def _forget_marked(self) -> None:
         with self._lock:
             marked, self._marked = self._marked, {}
@@ -178,7 +189,7 @@ def _blank(store: Store, held: HeldVariable, shard: Shard, key: str) -> Array:
     number, _, slot = rest.partition("/")
     slots = new_slots(store.optimizer(int(number)).rule, shard.array.shape, held.dtype)
     if slot not in slots:
-        raise CheckpointError(
+        raise CheckpointMisfitError(
             f"the checkpoint has a slot {slot!r} of {held.spec.name!r} that its optimizer does not keep"
         )
     return slots[slot]
@@ -190,7 +201,7 @@ def _check_slots(store: Store, held: HeldVariable, arrays: Mapping[str, Array]) 
         known = store.optimizer(int(optimizer))
         for slot in known.rule.slots:
             if f"slot/{optimizer}/{slot}" not in arrays:
-                raise CheckpointError(
+                raise CheckpointMisfitError(
                     f"the checkpoint lacks the slot {slot!r} of {held.spec.name!r} that optimizer "
                     f"{known.spec.name!r} keeps: give it another name to begin with new slots"
                 )

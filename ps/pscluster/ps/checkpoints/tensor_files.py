@@ -134,14 +134,14 @@ def write(path: str, tensors: Sequence[TensorToWrite], metadata: dict[str, str])
     return WrittenFile(written, hashlib.sha256(header).hexdigest(), len(header), total)
 
 
-def chunks_of(path: str, offset: int, nbytes: int) -> Iterator[bytes]:
+def chunks_of(path: str, offset: int, nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
     """Bytes of a file. CheckpointError if they are not there."""
     try:
         with fsspec.open(path, "rb") as file:
             file.seek(offset)
             left = nbytes
             while left:
-                chunk = file.read(min(left, CHUNK_BYTES))
+                chunk = file.read(min(left, chunk_bytes))
                 if not chunk:
                     raise CheckpointError(f"{path} is too short: {left:,} bytes are missing at its end")
                 left -= len(chunk)
@@ -150,10 +150,12 @@ def chunks_of(path: str, offset: int, nbytes: int) -> Iterator[bytes]:
         raise CheckpointError(f"{path} can't be read: {_reason(error)}") from error
 
 
-def verified(path: str, what: str, offset: int, nbytes: int, sha256: str) -> Iterator[bytes]:
+def verified(
+    path: str, what: str, offset: int, nbytes: int, sha256: str, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[bytes]:
     """Bytes of a file; CheckpointError at their end if they are not those that were written."""
     digest = hashlib.sha256()
-    for chunk in chunks_of(path, offset, nbytes):
+    for chunk in chunks_of(path, offset, nbytes, chunk_bytes):
         digest.update(chunk)
         yield chunk
     if digest.hexdigest() != sha256:

@@ -12,9 +12,10 @@ updates behind a generation are in segments that bear its number and later ones.
 
     directory of a server
       lock                       held by the process that serves
-      state-000007.json          a manifest; the newest whole one counts, the one before is kept
-      state-000007.safetensors   what changed since generation 6
+      state-000007.manifest      a manifest; the newest whole one counts, the one before is kept
+      state-000007.data          what changed since generation 6
       log-000007.bin             the updates since generation 7 began
+      losses                     what is known to be lost
 
 What may be lost is the user's choice (`--durability`): see docs/guarantees.md.
 """

@@ -33,6 +33,7 @@ M = TypeVar("M", bound=Message)
 
 _MAGIC = b"PSSTATE1"
 _LOSSES = "losses"
+_SPARE = "log.spare"
 _HEAD = struct.Struct("<8sIQ")  # magic, CRC-32 and length of the manifest
 _ALIGNMENT = 64
 _READERS = 4
@@ -95,23 +96,32 @@ class StateDirectory:
 
     def log_segments(self) -> list[int]:
         """The generations with which segments of the log begin, ascending."""
-        return sorted(number for _, kind, number, _ in self._found() if kind == "log")
+        return sorted(number for _, kind, number, ending in self._found() if (kind, ending) == ("log", "bin"))
 
     def clear(self) -> None:
         """Remove all generations and logs."""
         # The manifests first, the oldest last of them: should this be broken off, what is left is whole.
         for path, _, _, _ in sorted(self._found(), key=lambda each: (each[3] != "manifest", -each[2])):
             path.unlink(missing_ok=True)
-        for name in (_LOSSES, f"{_LOSSES}.new"):
+        for name in (_LOSSES, f"{_LOSSES}.new", _SPARE):
             (self.path / name).unlink(missing_ok=True)
 
     def remove_unused(self, needed: Iterable[state_pb2.Manifest], logs_from: int) -> None:
         """Remove what these generations do not need, and segments of the log before the one of this number."""
         kept = {self._file(manifest.generation, "manifest").name for manifest in needed}
         kept |= {array.file for manifest in needed for shard in manifest.shards for array in shard.arrays}
-        for path, kind, number, _ in list(self._found()):
-            if path.name not in kept and (kind == "state" or number < logs_from):
+        for path, kind, number, ending in list(self._found()):
+            if path.name in kept or (kind == "log" and number >= logs_from):
+                continue
+            if kind == "log" and ending == "bin":
+                path.replace(self.path / _SPARE)  # one is enough
+            else:
                 path.unlink(missing_ok=True)
+
+    def reuse_segment(self, path: Path) -> None:
+        """If a segment of the log is needed no more, let it have this name."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / _SPARE).rename(path)
 
     # Writing
 

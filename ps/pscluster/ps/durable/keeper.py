@@ -42,7 +42,7 @@ SNAPSHOT_SECONDS = 5.0
 DURABILITY_VARIABLE = "PSCLUSTER_DURABILITY"
 STATE_VARIABLE = "PSCLUSTER_STATE_DIR"
 
-_LEAST_LOG = 64 << 20
+_LEAST_LOG = 512 << 20
 _MAX_FILES = 8
 """Shards that lie in more files than so many are written anew."""
 
@@ -118,6 +118,7 @@ class Keeper:
         self._plan = SavePlan(options.every)
         self._job: _Job | None = None
         self._generation = 0
+        self._owed = 0  # the change that has to be saved before an update is logged
         self._segment_before = 0  # the last segment of the log that was found
         self._clear = False
         self._closing = self._ended = False
@@ -169,7 +170,16 @@ class Keeper:
                 )
             return None
         manifest, store = found
-        logged = self._replay(store, manifest, segments, newest=not damaged)
+        try:
+            logged = self._replay(store, manifest, segments, newest=not damaged)
+        except DamagedError as error:
+            if self.options.kind is Durability.LOG:
+                raise ConfigurationError(
+                    f"{error}. To go on without the updates behind the last generation, start it once with "
+                    "--durability snapshot"
+                ) from None
+            logger.error("%s: the updates behind the last generation are lost", error)
+            store, logged = restored(manifest, self._directory.read_all(manifest)), 0
         settle_losses(store, manifest, self._directory.losses())
         lineage = Lineage(manifest.holding, manifest.lineage, manifest.epoch, manifest.job_name)
         self._job = _Job(store, lineage, saved=manifest, sizes=_sizes(manifest))
@@ -190,12 +200,7 @@ class Keeper:
         if not manifest.logged:
             return 0
         paths = [self._directory.log_file(number) for number in segments]
-        try:
-            return replayed(store, manifest.holding, records(paths, manifest.generation, cut=True), newest=newest)
-        except DamagedError as error:
-            raise ConfigurationError(
-                f"{error}. To go on without these updates, move the log-*.bin files of {self.options.directory} away"
-            ) from None
+        return replayed(store, manifest.holding, records(paths, manifest.generation, cut=True), newest=newest)
 
     def begin(self, store: Store, lineage: Lineage) -> None:
         """A new job: what was kept of the one before goes."""
@@ -206,7 +211,10 @@ class Keeper:
         with self._changed:
             if self._job is not None:
                 self._job.lineage = lineage
-        self._note_change()
+                self._plan.changed()
+                # The log's records are of functions with numbers of their own: it has to be known whose they are.
+                self._owed = self._plan.ask()
+                self._changed.notify_all()
 
     def end(self) -> None:
         """The job is over."""
@@ -290,6 +298,9 @@ class Keeper:
                 return store.update(request, placed, payload)
             finally:
                 self._note_change()
+        with self._changed:
+            if not self._plan.is_saved(self._owed):
+                raise UnavailableError("no update is taken before it is written down that another coordinator goes on")
         job = self._job
         holding = job.lineage.holding if job is not None and job.store is store else 0  # 0: its job is over
         optimizers = {part.optimizer.spec.id: part.optimizer for part in placed if part.optimizer is not None}

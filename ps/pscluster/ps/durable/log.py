@@ -7,6 +7,9 @@ A log is a row of segments. Each begins with a generation and names the one befo
 another one's; it is cut to what was written when the next one begins. Only the last may end with a record that the end
 of a process broke off, or with a batch of which a machine that died has written some: nothing of that was
 acknowledged. Whatever else is not as it was written is damage.
+
+A segment that is needed no more becomes the next one: to write over pages that are there costs a quarter of making new
+ones. What is left in it of its former life bears another generation.
 """
 
 from __future__ import annotations
@@ -28,10 +31,9 @@ from pscluster.v1 import state_pb2
 _SEGMENT = struct.Struct("<8sQQI")  # magic, generation, that of the segment before (0: none), CRC-32 of these
 _SEGMENT_MAGIC = b"PSSLOG01"
 _MAGIC = 0x5053_4C47
-_HEAD = struct.Struct(
-    "<IIQQ"
-)  # magic, CRC-32 and length of the record, where the batch begins that it was written with
-_GROW = 16 << 20
+# Magic; CRC-32 and length of the record; where the batch begins that it was written with; the segment's generation.
+_HEAD = struct.Struct("<IIQQQ")
+_GROW, _MOST = 16 << 20, 256 << 20  # steps by which a segment grows
 _ROOM = 256  # of a record, beside what the request and the payload take
 
 
@@ -67,8 +69,10 @@ class Log:
             while self._writing or (self._plan.broken and not self._plan.settled):
                 self._changed.wait()
             size, new = self._promised + _GROW, path.with_name(path.name + ".new")
-            file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._directory.reuse_segment(new)
+            file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
+                size = max(size, os.fstat(file).st_size)
                 os.posix_fallocate(file, 0, size)
                 unused = self._segment > saved and self._end == _SEGMENT.size
                 previous = self._previous if unused else self._segment or before
@@ -136,14 +140,20 @@ class Log:
             room = size + _ROOM
             missing = self._end + self._promised + room - self._allocated
             if missing > 0:
+                # In few, large steps, as far as there is room: many small ones make every write four times as slow.
+                more = missing + min(max(_GROW, self._allocated), _MOST)
                 try:
-                    os.posix_fallocate(self._file, self._allocated, missing + _GROW)
+                    try:
+                        os.posix_fallocate(self._file, self._allocated, more)
+                    except OSError:
+                        more = missing
+                        os.posix_fallocate(self._file, self._allocated, more)
                 except OSError as error:
                     raise UnavailableError(
                         f"no update is taken, since the log in {self._directory.path} can't grow ({error.strerror}): "
                         "make room there"
                     ) from None
-                self._allocated += missing + _GROW
+                self._allocated += more
             self._promised += room
             return self._plan.take(), room
 
@@ -188,13 +198,13 @@ class Log:
     def _write(self) -> None:
         """Under the lock, which is not held while the disk is at work: write all that waits."""
         batch, self._queue, self._writing = self._queue, [], True
-        file, at = self._file, self._end
+        file, at, generation = self._file, self._end, self._segment
         self._changed.release()
         failure = ""
         try:
             buffers: list[bytes | memoryview] = []
             for _, _, crc, parts in batch:
-                buffers += [_HEAD.pack(_MAGIC, crc, sum(map(len, parts)), at), *parts]
+                buffers += [_HEAD.pack(_MAGIC, crc, sum(map(len, parts)), at, generation), *parts]
             end = write_all(file, buffers, at)
             if self._directory.fsync:
                 os.fdatasync(file)
@@ -228,18 +238,20 @@ def records(
     Raises:
         DamagedError: something is missing, or not what was written.
     """
-    before = None
+    before, named = None, frozenset[int]()
     for path in paths:
         with path.open("rb") as file:
             generation, previous = _segment_head(path, file.read(_SEGMENT.size))
             if generation < first:
-                before = generation
+                before, named = generation, frozenset((generation,))
                 continue
-            if (before is None and generation != first) or (before is not None and previous != before):
+            if (before is None and generation != first) or (before is not None and previous not in named):
                 raise DamagedError(f"the segment of the log before {path} is missing, or another one's")
             before = generation
             last = path == paths[-1]
-            end = yield from _records_of(path, file.read(), last)
+            end = yield from _records_of(path, generation, file.read(), last)
+        # One without records, of a generation that failed, may be passed over by the next: it was to be removed.
+        named = frozenset((generation,)) if end > _SEGMENT.size else frozenset((generation, previous))
         if last and cut:
             os.truncate(path, end)
     if before is None or before < first:
@@ -254,12 +266,14 @@ def _segment_head(path: Path, head: bytes) -> tuple[int, int]:
     raise DamagedError(f"{path} is damaged at its beginning, or is no segment of a log")
 
 
-def _records_of(path: Path, data: bytes, last: bool) -> Generator[tuple[state_pb2.LogRecord, memoryview], None, int]:
+def _records_of(
+    path: Path, generation: int, data: bytes, last: bool
+) -> Generator[tuple[state_pb2.LogRecord, memoryview], None, int]:
     """Of one segment, without its head. Returns where in the file the last whole one ends."""
     at, view = 0, memoryview(data)
     while at < len(data):
-        if (end := _whole(view, at)) == 0:
-            if any(data[at:]) and (not last or _acknowledged_behind(view, at)):
+        if (end := _whole(view, at, generation)) == 0:
+            if (not last and any(data[at:])) or _acknowledged_behind(view, at, generation):
                 where = _SEGMENT.size + at
                 raise DamagedError(f"{path} is damaged at byte {where:,}, with updates that were acknowledged")
             break
@@ -268,20 +282,26 @@ def _records_of(path: Path, data: bytes, last: bool) -> Generator[tuple[state_pb
     return _SEGMENT.size + at
 
 
-def _whole(data: memoryview, at: int) -> int:
+def _whole(data: memoryview, at: int, generation: int) -> int:
     """Where the record at this place ends; 0 if there is none, or it is not whole."""
     if len(data) < at + _HEAD.size:
         return 0
-    magic, crc, size, _ = _HEAD.unpack_from(data, at)
+    magic, crc, size, _, segment = _HEAD.unpack_from(data, at)
     end: int = at + _HEAD.size + size
-    whole = magic == _MAGIC and size and end <= len(data) and zlib.crc32(data[at + _HEAD.size : end]) == crc
+    whole = (
+        magic == _MAGIC
+        and segment == generation
+        and size
+        and end <= len(data)
+        and zlib.crc32(data[at + _HEAD.size : end]) == crc
+    )
     return end if whole else 0
 
 
-def _acknowledged_behind(data: memoryview, hole: int) -> bool:
+def _acknowledged_behind(data: memoryview, hole: int, generation: int) -> bool:
     """Is there a whole record of a later batch? It was written once this one had been."""
     mark, at, raw = struct.pack("<I", _MAGIC), hole, bytes(data)
     while (at := raw.find(mark, at + 1)) >= 0:
-        if _whole(data, at) and _HEAD.unpack_from(data, at)[3] - _SEGMENT.size > hole:
+        if _whole(data, at, generation) and _HEAD.unpack_from(data, at)[3] - _SEGMENT.size > hole:
             return True
     return False
