@@ -93,12 +93,14 @@ def main() -> None:
         return loss
 
     iterator = iter(coordinator.create_per_worker_dataset(batches))
-    with ProgressLine(coordinator, total=options.steps) as progress:
-        for start in range(0, options.steps, BLOCK):
+    begin = strategy.progress.get("steps", 0)  # more than 0 where a coordinator before this one has died
+    with ProgressLine(coordinator, total=options.steps - begin) as progress:
+        for start in range(begin, options.steps, BLOCK):
             steps = range(start, min(start + BLOCK, options.steps))
             losses = [coordinator.schedule(step, args=(iterator,)) for _ in steps]
             coordinator.join()
             progress.update(len(losses), loss=float(np.mean(coordinator.fetch(losses))))
+            strategy.save_progress(steps=steps.stop)
 
     _, _, x, y = load()
     w1_, b1_, w2_, b2_ = strategy.read(parameters)

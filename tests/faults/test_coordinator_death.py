@@ -58,7 +58,7 @@ def started(cluster: LocalCluster, script: Path, *arguments: object) -> Iterator
     """The script as the cluster's coordinator; it is gone behind the block."""
     env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token}
     env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [env.get("PYTHONPATH", "")])])
-    command = [sys.executable, "-m", "pscluster.coordinator", *cluster.hand_over_port("chief", 0), script]
+    command = [sys.executable, "-m", "pscluster.coordinator", *cluster.hand_over_port("chief", 0), str(script)]
     with subprocess.Popen([*command, *map(str, arguments)], env=env) as process:
         try:
             yield process

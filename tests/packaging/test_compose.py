@@ -1,10 +1,13 @@
 """compose.yaml, read as text and, where there is a Docker engine, brought up for real."""
 
 import json
+import os
 import re
+import signal
 import subprocess
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -53,9 +56,12 @@ def project() -> Iterator[str]:
         compose(name, "down", "-v", "--remove-orphans", timeout=90)
 
 
-def compose(project: str, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+def compose(
+    project: str, *arguments: str, timeout: float, files: Sequence[Path] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run `docker compose`; returns exit code and output. A run cut short shows its output too."""
-    command = ["docker", "compose", "-p", project, *arguments]
+    named = [word for file in files for word in ("-f", str(file))]
+    command = ["docker", "compose", *named, "-p", project, *arguments]
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -102,3 +108,73 @@ def test_compose_trains_the_digits_and_ends(project: str) -> None:
     states = dict(line.split(" ", 1) for line in listed.stdout.splitlines())
     assert sorted(states) == sorted(ROLES)
     assert all(state.startswith("Exited (0)") for state in states.values()), f"{states}\n{up.stdout}"
+
+
+OVERRIDE = """
+services:
+  coordinator:
+    command: [coordinator, --bind, "0.0.0.0:2222", --create-token, examples/digits.py, --steps, "12000"]
+"""
+
+
+@pytest.mark.compose
+@pytest.mark.timeout(1200)
+def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> None:
+    """A server, a worker and the coordinator are killed during the run, one after the other: it ends as it should."""
+    override = tmp_path / "override.yaml"
+    override.write_text(OVERRIDE)
+    files = [ROOT / "compose.yaml", override]
+    up = compose(project, "up", "--build", "-d", timeout=720, files=files)
+    assert up.returncode == 0, up.stdout
+
+    def output() -> str:
+        return compose(project, "logs", "--no-color", timeout=60, files=files).stdout
+
+    def until(predicate: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + 240
+        while not predicate():
+            assert time.monotonic() < deadline, f"waited in vain until {what}:\n{output()}"
+            time.sleep(0.5)
+
+    def steps() -> int:
+        lines = re.findall(r"coordinator.*step (\d+)/\d+ ", output())
+        return int(lines[-1]) if lines else 0
+
+    def reached(count: int) -> Callable[[], bool]:
+        return lambda: steps() >= count
+
+    until(reached(300), "it trains")
+    for service in ("ps-1", "worker-1", "coordinator"):
+        before, said = pid_in(project, service, files), len(output())
+        os.kill(before, signal.SIGKILL)
+
+        def is_back(service: str = service, before: int = before) -> bool:
+            return pid_in(project, service, files) not in (0, before)
+
+        def goes_on(said: int = said) -> bool:
+            return re.search(r"step \d+/\d+ ", output()[said:]) is not None
+
+        until(is_back, f"{service} is back")
+        until(goes_on, "it goes on")
+    until(lambda: "test accuracy" in output(), "it ends")
+    text = output()
+    found = re.search(r"test accuracy (\d\.\d+)", text)
+    assert found is not None
+    assert float(found[1]) >= 0.96, text
+    assert "going on with a job of" in text, text
+
+
+def pid_in(project: str, service: str, files: Sequence[Path]) -> int:
+    """Of the role's process, as the host sees it: the child of the container's init. 0 while there is none."""
+    named = compose(project, "ps", "-q", service, timeout=60, files=files).stdout.split()
+    if not named:
+        return 0
+    shown = subprocess.run(
+        ["docker", "inspect", "--format", "{{.State.Pid}}", named[0]], capture_output=True, text=True, timeout=30
+    )
+    init = int(shown.stdout.strip() or 0)
+    try:
+        children = Path(f"/proc/{init}/task/{init}/children").read_text().split()
+    except OSError:
+        return 0
+    return int(children[0]) if init and children else 0

@@ -180,6 +180,7 @@ class Keeper:
                 ) from None
             logger.error("%s: the updates behind the last generation are lost", error)
             store, logged = restored(manifest, self._directory.read_all(manifest)), 0
+            self._plan.changed()  # the next generation stands without it
         settle_losses(store, manifest, self._directory.losses())
         lineage = Lineage(manifest.holding, manifest.lineage, manifest.epoch, manifest.job_name)
         self._job = _Job(store, lineage, saved=manifest, sizes=_sizes(manifest))
@@ -441,14 +442,21 @@ class Keeper:
         except BaseException:
             directory.give_up(generation)
             if job.saved is not None:  # should there be no room: the one before may go, this one stays
-                directory.remove_unused([job.saved], job.saved.generation)
                 job.before = None
+                self._remove_unused(job)
             raise
         job.before, job.saved, job.sizes = job.saved, manifest, _sizes(manifest)
         if self._log is not None and broken:
             self._log.mended()
+        self._remove_unused(job)
+
+    def _remove_unused(self, job: _Job) -> None:
+        assert self._directory is not None
         needed = [each for each in (job.saved, job.before) if each is not None]
-        directory.remove_unused(needed, min(each.generation for each in needed))
+        try:
+            self._directory.remove_unused(needed, min(each.generation for each in needed))
+        except OSError as error:
+            logger.warning("what is needed no more could not be removed: %s", error)
 
     @staticmethod
     def _write_shards(job: _Job, variables: list[HeldVariable], manifest: state_pb2.Manifest, data: DataFile) -> None:
