@@ -92,6 +92,18 @@ class Job:
 
 
 @contextmanager
+def quiet(name: str, level: int) -> Iterator[None]:
+    """Within the block this logger, and those below it, say nothing of less weight."""
+    mine = logging.getLogger(name)
+    before = mine.level
+    mine.setLevel(level)
+    try:
+        yield
+    finally:
+        mine.setLevel(before)
+
+
+@contextmanager
 def running_job(
     num_ps: int = 1,
     num_workers: int = 1,
@@ -115,12 +127,12 @@ def running_job(
         command: source of a program that stands for the roles' own.
         options: of LocalCluster.
     """
-    logging.getLogger("pscluster.coordinator").setLevel(logging.WARNING)  # what dies here dies on purpose
-    logging.getLogger("pscluster.local_cluster").setLevel(logging.ERROR)
     if command is not None:
         options["_command"] = [sys.executable, "-c", command]
     options.setdefault("log_level", "ERROR")
     with (
+        quiet("pscluster.coordinator", logging.WARNING),  # what dies here dies on purpose
+        quiet("pscluster.local_cluster", logging.ERROR),
         tempfile.TemporaryDirectory(prefix="pscluster-faults-") as folder,
         LocalCluster(num_ps, num_workers, **options) as cluster,
     ):
