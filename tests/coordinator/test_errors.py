@@ -9,6 +9,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -616,3 +617,46 @@ def test_the_timeout_is_for_the_whole_structure(
     assert coordinator.fetch(values, timeout=1000) == [0, 2, 4], "what is ready is given, however late it is"
     with pytest.raises(errors.WaitTimeoutError, match="no result after 1000 s"):
         coordinator.fetch([*values, late], timeout=1000)
+
+
+# Again
+
+
+def test_a_function_that_raises_is_run_again(coordinator: ClusterCoordinator, counter: Variable, gate: Gate) -> None:
+    """As often as was allowed; its updates count once, and the error of the last run tells how many there were."""
+
+    path = gate.path
+
+    def moody(failures: int) -> int:
+        counter.assign_add(1)
+        runs = len(list(Path(path).parent.glob("mark-*"))) + 1
+        leave_mark(path, f"run-{runs}")
+        if runs <= failures:
+            raise ValueError("not yet")
+        return runs
+
+    assert coordinator.schedule(moody, args=(2,), retries=2).fetch(PATIENCE) == 3
+    assert int(counter) == 1
+    coordinator.join(PATIENCE)
+    coordinator.schedule(fails, retries=3)
+    with pytest.raises(errors.FunctionError) as caught:
+        coordinator.join(PATIENCE)
+    assert caught.value.attempts == 4
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match=r"retries is .*; it must be a whole number, 0 or more"):
+            coordinator.schedule(double, args=(1,), retries=wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_waited_for_is_said(coordinator: ClusterCoordinator, gate: Gate) -> None:
+    """By function and worker."""
+    path = gate.path
+
+    def held() -> None:
+        wait_for_file(path)
+
+    value = coordinator.schedule(held)
+    until(lambda: "held" in coordinator.explain(), "it has begun", coordinator.explain)
+    assert "1 are with workers" in coordinator.explain()
+    assert "held; nothing came or went for" in coordinator.explain()
+    gate.open()
+    value.fetch(PATIENCE)

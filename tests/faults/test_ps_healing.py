@@ -120,6 +120,8 @@ def test_calls_outside_of_functions_wait_and_go_on() -> None:
         ]
         for thread in threads:
             thread.start()
+        until(lambda: "ps 0 at " in job.coordinator.explain(), "it is said who is waited for", job.coordinator.explain)
+        assert "out of reach for" in job.coordinator.explain()
         job.cluster.restart("ps", 0)
         for thread in threads:
             thread.join(PATIENCE)

@@ -87,6 +87,8 @@ class ClusterCoordinator:
         fn: Callable[..., Any],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        retries: int = 0,
     ) -> RemoteValue:
         """Queue a function for some worker, and return its result-to-be.
 
@@ -97,7 +99,15 @@ class ClusterCoordinator:
 
         Blocks while the queue is full.
 
+        Args:
+            fn: any callable.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            retries: how often it is run again when it raises. Updates of a run that failed count once: the next run's
+                are the same ones.
+
         Raises:
+            ValueError: `retries` is less than 0.
             TypeError: `fn` is not callable, or something in the arguments can't be sent: its path is named.
             FunctionError: an earlier function failed; this one has not been scheduled.
             PSUnavailableError: a parameter server is lost.
@@ -108,9 +118,11 @@ class ClusterCoordinator:
             raise TypeError(f"args must be a tuple or list of arguments, not a {type(args).__name__}: write args=(x,)")
         if not isinstance(kwargs, Mapping | None):
             raise TypeError(f"kwargs must be a dict of arguments, not a {type(kwargs).__name__}")
+        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+            raise ValueError(f"retries is {retries!r}; it must be a whole number, 0 or more")
         function = self._capture(fn)
         result = RemoteValue(function.name, self._handle_of)
-        call = Call(function, weakref.ref(result))
+        call = Call(function, weakref.ref(result), retries=retries)
         if args or kwargs:
             self._encode(call, args or (), dict(kwargs or {}))
         self._dispatcher.submit(call)
@@ -164,6 +176,13 @@ class ClusterCoordinator:
             WaitTimeoutError: `timeout` seconds have passed; the message says what waits and which workers are missing.
         """
         self._dispatcher.join(timeout)
+
+    def explain(self) -> str:
+        """What is waited for, by whom and since when, in a few lines: for a job that seems to hang.
+
+        The log says it by itself when nothing has come back for a minute.
+        """
+        return self._dispatcher.explain()
 
     def done(self) -> bool:
         """Has every scheduled function ended? Raises as `join` does."""

@@ -56,6 +56,9 @@ STEAL_SECONDS = 0.01
 
 FINISH_SECONDS = 0.25
 
+QUIET_SECONDS = 60.0
+"""When nothing has come back from any worker for so long, the log says what is waited for, and again."""
+
 CANCEL_SECONDS = 0.1
 """After so long a task that goes on is cancelled again."""
 
@@ -96,6 +99,8 @@ class Call:
     # Handles among them: a per-worker iterator lives on the workers for as long as its handle does.
     handles: Sequence[Handle] = ()
     deaths: Sequence[str] = ()  # of workers that were running it
+    retries: int = 0  # how often it may raise and is run again
+    failures: int = 0
 
     @property
     def size(self) -> int:
@@ -125,6 +130,7 @@ class LinkState:
     known: dict[str, None] = field(default_factory=dict)  # definitions, the last used one at the end
     built: set[int] = field(default_factory=set)
     restarts: int = -1
+    heard: float = 0.0  # when it was given something or gave something back
     why: str = "not connected yet"
 
 
@@ -282,6 +288,36 @@ class Dispatcher:
         with self._lock:
             return self._scheduler.waiting, self._scheduler.in_flight
 
+    def explain(self) -> str:
+        """Lines for people: what waits for whom, and since when."""
+        now = time.monotonic()
+        with self._lock:
+            lines = [self._describe()]
+            for index, link in enumerate(self._links):
+                tasks = list(self._scheduler.workers[index].sent.values())
+                if tasks:
+                    others = f", {len(tasks) - 1} more behind it" if len(tasks) > 1 else ""
+                    name = tasks[0].payload.function.name
+                    lines.append(f"{link.peer}: {name}{others}; nothing came or went for {now - link.heard:.0f} s")
+                elif not link.up:
+                    lines.append(f"{link.peer}: not there: {link.why}")
+            if self._paused:
+                lines.append("a checkpoint is made: no function is handed out meanwhile")
+        lines += [
+            f"{server.peer}: out of reach for {now - server.gone_since:.0f} s: who reads or updates there waits for it"
+            for server in self._servers
+            if server.gone_since
+        ]
+        return "\n".join(lines)
+
+    async def _warn_when_quiet(self) -> None:
+        while True:
+            await asyncio.sleep(QUIET_SECONDS)
+            with self._lock:
+                busy = self._scheduler.in_flight > 0 or self._scheduler.waiting > 0
+            if busy and time.monotonic() - max(link.heard for link in self._links) >= QUIET_SECONDS:
+                logger.warning("nothing has come back for %g s:\n%s", QUIET_SECONDS, self.explain())
+
     def describe(self) -> str:
         """A line for people: what waits, what runs, which workers are missing."""
         with self._lock:
@@ -302,7 +338,7 @@ class Dispatcher:
         jobs += [self._watch_server(server) for server in self._servers]
         told = [IntervalSet() for _ in self._servers]
         jobs += [self._tell_finished(server, untold) for server, untold in zip(self._servers, told, strict=True)]
-        jobs.append(self._collect_finished(told))
+        jobs += [self._collect_finished(told), self._warn_when_quiet()]
         self._jobs = [asyncio.create_task(self._supervised(job)) for job in jobs]
 
     async def _supervised(self, job: Coroutine[Any, Any, None]) -> None:
@@ -517,6 +553,7 @@ class Dispatcher:
             # What is recalled while it is prepared may be another worker's by then, at a place of its own there.
             places = [task.position for task in tasks]
             ready = await self._prepare(index, link, connection, tasks, places)
+            link.heard = time.monotonic()
             if ready:
                 await connection.send(places[0], [self._message(index, task) for task in ready])
             await self._forget_definitions(index, link, connection)
@@ -638,6 +675,7 @@ class Dispatcher:
                     # Before the function counts as done: should the worker die here, another one runs it again.
                     buffers = await connection.download(outcome.attachments)
                 complete.append((outcome, buffers))
+            link.heard = time.monotonic()
             self._take_outcomes(index, complete)
             link.wake.set()
             del outcomes, outcome, buffers, complete  # as above
@@ -655,7 +693,11 @@ class Dispatcher:
                     if task is not None:
                         unblocked |= self._set_value(task, outcome, buffers)
                 elif kind == Outcome.FAILED:
-                    self._fail_locked(index, outcome)
+                    if self._may_retry(index, outcome):
+                        unblocked = True
+                        self._settle_cancelled(scheduler.give_back(index, [number]))
+                    else:
+                        self._fail_locked(index, outcome)
                 elif kind == Outcome.CANCELLED:
                     task = scheduler.cancelled(index, number)
                     if task is not None:
@@ -684,12 +726,25 @@ class Dispatcher:
             self._scheduler.unblock(dependent)
         return bool(dependents)
 
+    def _may_retry(self, index: int, outcome: Outcome) -> bool:
+        """Under the lock: a function raised; is it to be run again?"""
+        sent = self._scheduler.workers[index].sent.get(outcome.function)
+        if sent is None or sent.payload.failures >= sent.payload.retries or self._scheduler.error is not None:
+            return False
+        call, peer = sent.payload, self._links[index].peer
+        call.failures += 1
+        logger.warning("%s failed on %s: run again, %d of %d", call.function.name, peer, call.failures, call.retries)
+        return True
+
     def _fail_locked(self, index: int, outcome: Outcome) -> None:
         sent = self._scheduler.workers[index].sent.get(outcome.function)
         if sent is None:
             return
         error = rebuild_failure(
-            outcome.failure, function=sent.payload.function.name, worker=index, attempts=sent.attempts
+            outcome.failure,
+            function=sent.payload.function.name,
+            worker=index,
+            attempts=sent.attempts + sent.payload.failures,
         )
         task, cancelled = self._scheduler.fail(index, outcome.function, error)
         if task is not None:

@@ -67,6 +67,8 @@ def _open(peer: PeerAddress) -> grpc.aio.Channel:
 class PsLink:
     """The coordinator's control of one parameter server."""
 
+    gone_since = 0.0  # 0: it is there
+
     def __init__(
         self,
         peer: PeerAddress,
@@ -142,7 +144,7 @@ class PsLink:
             with suppress(grpc.RpcError):
                 while await self._attached.read() is not grpc.aio.EOF:
                     pass
-            gone = time.monotonic()
+            gone = self.gone_since = time.monotonic()
             if not self.over:
                 timeout = self._request.ps_timeout
                 logger.warning("%s is out of reach; it is waited for, %g s at most", self.peer, timeout)
@@ -156,7 +158,7 @@ class PsLink:
                 if isinstance(why, PSUnavailableError):
                     return why
                 return PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {why}")
-            took = time.monotonic() - gone
+            took, self.gone_since = time.monotonic() - gone, 0.0
             if self.restored:
                 logger.warning("%s is back after %.1f s, with %s", self.peer, took, self.restored)
             else:
