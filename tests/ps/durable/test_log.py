@@ -345,10 +345,7 @@ def test_damage_in_the_middle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        False,
-        True,
-    ],
+    [False, True],
 )
 def test_what_the_error_of_a_damaged_log_says_helps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: bool
