@@ -200,6 +200,7 @@ class Strike:
 
     kind: str
     at: float
+    until: float = math.inf  # the end of the slice
     without_service: float = 0.0
     until_whole: float = 0.0
 
@@ -227,8 +228,11 @@ class Chaos:
         try:
             self.job.run(seconds)
         finally:
+            ended = time.monotonic()
             over.set()
             thread.join()
+            for strike_of_slice in self.strikes:
+                strike_of_slice.until = min(strike_of_slice.until, ended)
 
     def _one(self, kind: str) -> Strike:
         job, cluster = self.job, self.job.cluster
@@ -275,7 +279,7 @@ class Chaos:
     def measure(self) -> None:
         """How long nothing was finished, at most, from each strike to the next."""
         for strike, following in itertools.zip_longest(self.strikes, self.strikes[1:]):
-            end = following.at if following is not None else self.job.finished[-1]
+            end = min(strike.until, following.at if following is not None else math.inf)
             times = [strike.at, *(at for at in self.job.finished if strike.at <= at <= end)]
             strike.without_service = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
