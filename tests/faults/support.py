@@ -25,7 +25,7 @@ from pscluster.core.frames import pack, padding, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.rpc import Stub
 from pscluster.core.tokens import call_metadata
-from pscluster.ps.service import SERVICE as PS_SERVICE
+from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 
 __all__ = ["PATIENCE", "Job", "RawClient", "gone", "ones", "ready", "running_job", "status", "until"]

@@ -17,7 +17,7 @@ from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterSer
 from pscluster.core.channels import NODE_SERVICE
 from pscluster.core.rpc import methods
 from pscluster.core.tokens import call_metadata
-from pscluster.ps.service import SERVICE as PS_SERVICE
+from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import ps_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
 

@@ -16,7 +16,7 @@ from pscluster.core.channels import NODE_SERVICE
 from pscluster.core.frames import pack, unpack
 from pscluster.core.identity import VERSION
 from pscluster.core.rpc import Stub
-from pscluster.ps.service import SERVICE as PS_SERVICE
+from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
 

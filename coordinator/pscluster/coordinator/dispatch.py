@@ -236,7 +236,7 @@ class Dispatcher:
         try:
             with self._lock:
                 self._paused += 1
-            self._loop.call_soon_threadsafe(self._recall_waiting)
+            self._loop.call_soon_threadsafe(self._recall_all, False)
             with self._lock:
                 while self._scheduler.in_flight:
                     left = deadline - time.monotonic()
@@ -259,11 +259,6 @@ class Dispatcher:
         ]
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         return ", ".join(found[:5]) + more
-
-    def _recall_waiting(self) -> None:
-        """What has not started comes back."""
-        for index in range(len(self._links)):
-            self._recall(index, cancel_running=False)
 
     def add_resource(self, recipe: ResourceRecipe) -> None:
         """Build this on every worker before its next function."""
@@ -798,10 +793,10 @@ class Dispatcher:
 
     # Taking back
 
-    def _recall_all(self) -> None:
-        """Everything is cancelled: what has not started comes back, what runs is asked to stop."""
+    def _recall_all(self, cancel_running: bool = True) -> None:
+        """What has not started comes back; what runs is asked to stop, where everything is cancelled."""
         for index in range(len(self._links)):
-            self._recall(index, cancel_running=True)
+            self._recall(index, cancel_running=cancel_running)
 
     def _consider_stealing(self, index: int) -> None:
         thief = self._links[index]

@@ -35,7 +35,7 @@ from pscluster.core.errors import (
 from pscluster.core.frames import Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.rpc import Stub
 from pscluster.ps.ledger import IntervalSet
-from pscluster.ps.service import SERVICE as PS_SERVICE
+from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
 

@@ -71,8 +71,7 @@ from pscluster.core.cluster import ClusterResolver, ClusterSpec, Task, TFConfig
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
 from pscluster.core.serving import GRACE_SECONDS
 from pscluster.core.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
-from pscluster.ps.durable.keeper import DURABILITY_VARIABLE, STATE_VARIABLE
-from pscluster.ps.durable.plan import Durability
+from pscluster.ps.durable.keeper import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
 
 logger = logging.getLogger("pscluster.local_cluster")
 
@@ -170,17 +169,14 @@ class LocalCluster(ClusterResolver):
             )
         if log_level.upper() not in _LOG_LEVELS:
             raise ConfigurationError(f"log_level is {log_level!r}; give one of {', '.join(_LOG_LEVELS)}")
-        durability = durability or os.environ.get(DURABILITY_VARIABLE) or Durability.SNAPSHOT.value
-        if durability not in {kind.value for kind in Durability}:
-            kinds = ", ".join(repr(kind.value) for kind in Durability)
-            raise ConfigurationError(f"durability is {durability!r}; give one of {kinds}")
+        kind = durability_named(durability)
         if cwd is not None and not Path(cwd).is_dir():
             raise ConfigurationError(f"cwd is {os.fspath(cwd)!r}, which is no directory")
         self.token = new_token() if token is None else str(load_token(None, {TOKEN_VARIABLE: token}))
         super().__init__("chief", 0, "grpc", "")
         self._counts = {"ps": num_ps, "worker": num_workers}
         self._host = host
-        self._env = {**_one_share_of_cores(num_workers), **(env or {}), DURABILITY_VARIABLE: durability}
+        self._env = {**_one_share_of_cores(num_workers), **(env or {}), DURABILITY_VARIABLE: kind.value}
         self._state_dir = None if state_dir is None else os.path.abspath(state_dir)
         self._own_state_dir = ""  # to be removed
         self._cwd = cwd

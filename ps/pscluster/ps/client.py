@@ -41,12 +41,17 @@ from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, u
 from pscluster.ps.connections import Server, Session
 from pscluster.ps.kept import Kept, Verdict, kept_bytes
 from pscluster.ps.plans import Array, ReadPlan, WholeVariable, remember
-from pscluster.ps.service import SESSION_BYTES
 from pscluster.ps.store import partition_of
+from pscluster.ps.wire import SESSION_BYTES, part_name
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 
 _SLOWEST_BYTES_PER_SECOND = 5 << 20  # a transfer slower than this has hung
 _SLOWEST_FUNCTION = 600.0  # seconds for a user's function that makes an initial value, whatever the size
+
+
+def _patience(nbytes: int) -> float:
+    """Seconds for a server to make or to write so many bytes, beside what it takes to send them."""
+    return _SLOWEST_FUNCTION + nbytes / _SLOWEST_BYTES_PER_SECOND
 
 
 @dataclass(slots=True)
@@ -550,21 +555,27 @@ class PsClient:
         action: ps_pb2.CheckpointRequest.Action,
         number: int,
         directory: str = "",
-        timeout: float = _SLOWEST_FUNCTION,
+        nbytes: int = 0,
     ) -> list[ps_pb2.CheckpointReply]:
-        """Every server's answer, all at once. Not repeated: what was marked is gone with a server that died."""
+        """Every server's answer, all at once. Not repeated: what was marked is gone with a server that died.
+
+        Args:
+            nbytes: what is to be written, about, of which the patience depends.
+        """
+        timeout = _patience(nbytes)
         replies: list[ps_pb2.CheckpointReply] = [ps_pb2.CheckpointReply() for _ in self._servers]
 
         def ask(index: int) -> None:
-            file = f"part-{index}-of-{self.num_servers}.safetensors"
+            file = part_name(index, self.num_servers)
             request = ps_pb2.CheckpointRequest(job=self.job, action=action, id=number, directory=directory, file=file)
             replies[index] = self._ask(index, "checkpoint", request, timeout)
 
         self._on_each({index: functools.partial(ask, index) for index in range(self.num_servers)})
         return replies
 
-    def restore(self, requests: Mapping[int, ps_pb2.RestoreRequest], timeout: float = _SLOWEST_FUNCTION) -> None:
-        """Send every server its own, all at once."""
+    def restore(self, requests: Mapping[int, ps_pb2.RestoreRequest], nbytes: int = 0) -> None:
+        """Send every server its own, all at once; `nbytes` as in `checkpoint`."""
+        timeout = _patience(nbytes)
         work: dict[int, Callable[[], object]] = {}
         for index, request in requests.items():
             request.job = self.job
@@ -615,7 +626,7 @@ class PsClient:
     ) -> None:
         why, partition = "", partition_of(spec)
         here = sum(partition.block(shard).size for shard, owner in enumerate(spec.owners) if owner == index)
-        timeout = _SLOWEST_FUNCTION + here * dtype_named(spec.dtype).itemsize / _SLOWEST_BYTES_PER_SECOND
+        timeout = _patience(here * dtype_named(spec.dtype).itemsize)
         for initializer, pickle in forms:
             create = ps_pb2.CreateRequest(job=self.job, variable=spec, initializer=initializer)
             buffers: list[Buffer] = [pickle] if pickle else []

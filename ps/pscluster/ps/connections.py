@@ -12,8 +12,8 @@ from grpc.experimental import ChannelOptions
 from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress, open_channel, say_hello
 from pscluster.core.errors import PSUnavailableError, UnavailableError
 from pscluster.core.rpc import Stub
-from pscluster.ps.service import SERVICE
 from pscluster.ps.streams import Stream, open_stream
+from pscluster.ps.wire import SERVICE
 from pscluster.v1 import node_pb2
 
 _SESSION = f"/{SERVICE.full_name}/Session"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from pscluster.core.errors import ConfigurationError
 from pscluster.core.identity import make_identity
 from pscluster.core.process import main_of
 from pscluster.core.serving import (
@@ -30,9 +28,11 @@ from pscluster.ps.durable.keeper import (
     DurabilityOptions,
     Keeper,
     default_directory,
+    durability_named,
 )
 from pscluster.ps.durable.plan import Durability
-from pscluster.ps.service import SERVICE, ParameterServerRole, ParameterServerService
+from pscluster.ps.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.wire import SERVICE
 
 logger = logging.getLogger(__name__)
 
@@ -86,15 +86,9 @@ def durability_options(
     Raises:
         ConfigurationError: the environment names no kind of durability.
     """
-    named = kind or os.environ.get(DURABILITY_VARIABLE) or Durability.SNAPSHOT.value
-    try:
-        chosen = Durability(named)
-    except ValueError:
-        kinds = ", ".join(each.value for each in Durability)
-        raise ConfigurationError(f"{DURABILITY_VARIABLE} is {named!r}; give one of {kinds}") from None
     # The address tells clusters apart that share the directory.
     folder = (state_dir or default_directory()) / f"ps-{index}-{re.sub(r'[^0-9A-Za-z.-]', '-', address)}"
-    return DurabilityOptions(chosen, folder, every, fsync)
+    return DurabilityOptions(durability_named(kind), folder, every, fsync)
 
 
 @click.command("ps", help="Run a parameter server: the task that TF_CONFIG names.")

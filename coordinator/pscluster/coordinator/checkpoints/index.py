@@ -152,7 +152,7 @@ def write_index(directory: str, index: Index) -> None:
             file.write(index.to_json())
         fs.mv(new, where)
     except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from error
+        raise CheckpointError(f"{path} can't be written: {reason(error)}") from error
 
 
 def read_index(directory: str) -> Index:
@@ -164,7 +164,7 @@ def read_index(directory: str) -> Index:
     except FileNotFoundError:
         raise CheckpointError(f"{directory} is no checkpoint: it has no {INDEX}, which is written last") from None
     except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
+        raise CheckpointError(f"{path} can't be read: {reason(error)}") from error
     text, mark, digest = data.decode(errors="replace").rpartition(',\n "sha256": "')
     if not mark or hashlib.sha256(f"{text}\n}}".encode()).hexdigest() != digest[:64] or digest[64:] != '"\n}\n':
         try:
@@ -236,3 +236,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
         return dtype_named(name)
     except (MisuseError, ProtocolError) as error:
         raise CheckpointError(str(error)) from None
+
+
+def reason(error: BaseException) -> str:
+    """Why a file or a directory could not be used, in the system's words where it has any."""
+    return getattr(error, "strerror", None) or str(error)

@@ -34,6 +34,7 @@ from pscluster.coordinator.checkpoints.index import (
     SavedVariable,
     check_whole,
     read_index,
+    reason,
     write_index,
 )
 from pscluster.coordinator.job_progress import NAME as PROGRESS
@@ -47,6 +48,7 @@ from pscluster.core.errors import (
 from pscluster.core.geometry import moves
 from pscluster.core.identity import fresh_id
 from pscluster.ps.checkpoints.tensor_files import join
+from pscluster.ps.wire import part_name
 from pscluster.v1 import ps_pb2
 
 if TYPE_CHECKING:
@@ -56,8 +58,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BARRIER_SECONDS = 60.0
-_SLOWEST_BYTES_PER_SECOND = 5 << 20
-_LEAST_SECONDS = 600.0
 
 
 class RestoredFrom(enum.Enum):
@@ -143,12 +143,11 @@ class Checkpoint:
         strategy.prepare_progress(index.variables)
         requests = self._plan(index, path)
         number = fresh_id()
-        timeout = _timeout(index.nbytes)
         for request in requests.values():
             request.id, request.directory = number, path
         with contextlib.ExitStack() as pause:
             try:
-                strategy.client.restore(requests, timeout)
+                strategy.client.restore(requests, index.nbytes)
                 pause.enter_context(self._paused())
             except BaseException:
                 drops = {server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests}
@@ -156,7 +155,7 @@ class Checkpoint:
                     strategy.client.restore(drops)
                 raise
             commits = {server: ps_pb2.RestoreRequest(id=number, commit=True) for server in requests}
-            strategy.client.restore(commits, timeout)
+            strategy.client.restore(commits, index.nbytes)
         return index
 
     def _check_names(self, index: Index, path: str, partial: bool) -> None:
@@ -178,10 +177,6 @@ class Checkpoint:
                 shard = requests[variable.owners[0]].shards.add(variable=variable.number)
                 shard.arrays.add(array="value")
         return requests
-
-
-def _timeout(nbytes: int) -> float:
-    return _LEAST_SECONDS + nbytes / _SLOWEST_BYTES_PER_SECOND
 
 
 def _plan_variable(
@@ -248,11 +243,9 @@ class MarkedCheckpoint:
             fs.makedirs(where, exist_ok=True)
             if fs.exists(join(where, INDEX)):
                 raise CheckpointError(f"there is a checkpoint in {path} already: nothing is written over one")
-            replies = client.checkpoint(
-                ps_pb2.CheckpointRequest.WRITE, self._mark, path, _timeout(_bytes(self._strategy))
-            )
+            replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self._mark, path, _bytes(self._strategy))
             for server, reply in enumerate(replies):
-                name = f"part-{server}-of-{client.num_servers}.safetensors"
+                name = part_name(server, client.num_servers)
                 if not fs.exists(join(where, name)) or fs.size(join(where, name)) != reply.bytes:
                     raise CheckpointError(
                         f"ps {server} has written {name}, which is not here in {path}: the directory must be the same "
@@ -260,7 +253,7 @@ class MarkedCheckpoint:
                     )
                 index.add_file(name, reply, self._names)
         except (OSError, ValueError, ImportError) as error:
-            raise CheckpointError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from error
+            raise CheckpointError(f"{path} can't be written: {reason(error)}") from error
         finally:
             with contextlib.suppress(PsClusterError):
                 client.checkpoint(ps_pb2.CheckpointRequest.DROP, self._mark)
@@ -349,8 +342,7 @@ class CheckpointManager:
             found = [int(name[5:]) for name in names if re.fullmatch(r"ckpt-([0-9]{6}|[1-9][0-9]{6,})", name)]
             return sorted(n for n in found if not whole or fs.exists(f"{where.rstrip('/')}/ckpt-{n:06d}/{INDEX}"))
         except (OSError, ValueError, ImportError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise CheckpointError(f"{self.directory} can't be looked into: {reason}") from error
+            raise CheckpointError(f"{self.directory} can't be looked into: {reason(error)}") from error
 
     # Saving
 

@@ -22,6 +22,7 @@ from pscluster.coordinator.checkpoints.index import (
     check_whole,
     dtype_of,
     read_index,
+    reason,
 )
 from pscluster.coordinator.render import rendered
 from pscluster.core.errors import CheckpointError
@@ -125,7 +126,7 @@ def merge(path: str, out: str, *, file_bytes: int = _FILE_BYTES) -> list[str]:
         with fsspec.open(join(out, index_name), "wt") as file:
             file.write(text + "\n")
     except OSError as error:
-        raise CheckpointError(f"{join(out, index_name)} can't be written: {error.strerror or error}") from error
+        raise CheckpointError(f"{join(out, index_name)} can't be written: {reason(error)}") from error
     return [*names, index_name]
 
 
@@ -218,7 +219,7 @@ def where(path: str | Path) -> str:
         names = [entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(place, detail=False)]
         whole = [name for name in names if name.startswith("ckpt-") and fs.exists(f"{place}/{name}/{INDEX}")]
     except OSError as error:
-        raise CheckpointError(f"{text} can't be looked into: {error.strerror or error}") from error
+        raise CheckpointError(f"{text} can't be looked into: {reason(error)}") from error
     newest = max(whole, key=lambda name: (len(name), name), default=None)
     return f"{text}/{newest}" if newest else text
 

@@ -52,39 +52,38 @@ class Capture:
                 set(left) if rows is None else left & blocks_of_rows(rows, self._rows[name] // per_row, CHUNK_BYTES)
             )
             for block in wanted:
-                self._saved[name, block] = bytes(self._views[name][block * CHUNK_BYTES : (block + 1) * CHUNK_BYTES])
+                self._saved[name, block] = self._copy(name, block)
                 left.discard(block)
 
     def in_order(self, array: str) -> Iterator[bytes]:
         """The bytes of one of the arrays, once, from its beginning."""
-        data = self._views[array]
-        for block in range(-(-len(data) // CHUNK_BYTES)):
-            with self._lock:
-                saved = self._saved.pop((array, block), None)
-            if saved is None:
-                copy = bytes(data[block * CHUNK_BYTES : (block + 1) * CHUNK_BYTES])
-                with self._lock:
-                    self._left[array].discard(block)
-                    saved = self._saved.pop((array, block), copy)
-            yield saved
+        for block in range(-(-len(self._views[array]) // CHUNK_BYTES)):
+            yield self._taken(array, block)
 
     def blocks(self) -> Iterator[CapturedBlock]:
         """All bytes, once, in no order."""
         while True:
             with self._lock:
-                if self._saved:
-                    (name, block), data = self._saved.popitem()
-                else:
-                    name, block = next(((n, next(iter(left))) for n, left in self._left.items() if left), ("", -1))
-                    data = b""
-            if block < 0:
+                left = ((name, block) for name, blocks in self._left.items() for block in blocks)
+                place = next(iter(self._saved), None) or next(left, None)
+            if place is None:
                 return
-            if not data:
-                data = bytes(self._views[name][block * CHUNK_BYTES : (block + 1) * CHUNK_BYTES])
-                with self._lock:
-                    self._left[name].discard(block)
-                    data = self._saved.pop((name, block), data)  # an update came between: what it saved counts
-            yield CapturedBlock(name, block * CHUNK_BYTES, data)
+            name, block = place
+            yield CapturedBlock(name, block * CHUNK_BYTES, self._taken(name, block))
+
+    def _taken(self, name: str, block: int) -> bytes:
+        """A block as it was, which is not to be kept any longer."""
+        with self._lock:
+            saved = self._saved.pop((name, block), None)
+        if saved is not None:
+            return saved
+        copy = self._copy(name, block)
+        with self._lock:
+            self._left[name].discard(block)
+            return self._saved.pop((name, block), copy)  # an update came between: what it saved counts
+
+    def _copy(self, name: str, block: int) -> bytes:
+        return bytes(self._views[name][block * CHUNK_BYTES : (block + 1) * CHUNK_BYTES])
 
 
 def blocks_of_rows(rows: npt.NDArray[np.int64], row_bytes: int, block_bytes: int) -> set[int]:

@@ -57,6 +57,16 @@ class DurabilityOptions:
     fsync: bool = False
 
 
+def durability_named(kind: str | None) -> Durability:
+    """The kind that is named, or else the environment's, or else snapshots. ConfigurationError if it is none."""
+    named = kind or os.environ.get(DURABILITY_VARIABLE) or Durability.SNAPSHOT.value
+    try:
+        return Durability(named)
+    except ValueError:
+        kinds = ", ".join(repr(each.value) for each in Durability)
+        raise ConfigurationError(f"durability is {named!r}; give one of {kinds}") from None
+
+
 def default_directory() -> Path:
     """Where servers keep their state unless told otherwise: the environment's, or the user's own."""
     if named := os.environ.get(STATE_VARIABLE):

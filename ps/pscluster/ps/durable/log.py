@@ -273,11 +273,11 @@ def _records_of(
     at, view = 0, memoryview(data)
     while at < len(data):
         if (end := _whole(view, at, generation)) == 0:
-            if (not last and any(data[at:])) or _acknowledged_behind(view, at, generation):
+            if (not last and any(view[at:])) or _acknowledged_behind(data, at, generation):
                 where = _SEGMENT.size + at
                 raise DamagedError(f"{path} is damaged at byte {where:,}, with updates that were acknowledged")
             break
-        yield unpack(bytes(view[at + _HEAD.size : end]), state_pb2.LogRecord)
+        yield unpack(data[at + _HEAD.size : end], state_pb2.LogRecord)
         at = end
     return _SEGMENT.size + at
 
@@ -298,10 +298,10 @@ def _whole(data: memoryview, at: int, generation: int) -> int:
     return end if whole else 0
 
 
-def _acknowledged_behind(data: memoryview, hole: int, generation: int) -> bool:
+def _acknowledged_behind(data: bytes, hole: int, generation: int) -> bool:
     """Is there a whole record of a later batch? It was written once this one had been."""
-    mark, at, raw = struct.pack("<I", _MAGIC), hole, bytes(data)
-    while (at := raw.find(mark, at + 1)) >= 0:
-        if _whole(data, at, generation) and _HEAD.unpack_from(data, at)[3] - _SEGMENT.size > hole:
+    mark, at, view = struct.pack("<I", _MAGIC), hole, memoryview(data)
+    while (at := data.find(mark, at + 1)) >= 0:
+        if _whole(view, at, generation) and _HEAD.unpack_from(data, at)[3] - _SEGMENT.size > hole:
             return True
     return False

@@ -159,6 +159,7 @@ class Replay:
     def __init__(self, store: Store, holding: int) -> None:
         self._store = store
         self._holding = holding
+        self._here = {held.spec.id for held in store.held()[0]}
         self._declared: dict[int, bytes] = {}
         self.passed_over = 0  # of variables that are not there: they were deleted
         self._early: defaultdict[tuple[int, int], dict[int, tuple[Any, Placed, Payload]]] = defaultdict(dict)
@@ -169,8 +170,7 @@ class Replay:
         if record.holding != self._holding:
             return  # of a job before this one, which was still under way as this began
         data = Payload([payload])
-        here = {held.spec.id for held in self._store.held()[0]}
-        kept = [number for number, item in enumerate(record.update.items) if item.variable in here]
+        kept = [number for number, item in enumerate(record.update.items) if item.variable in self._here]
         self.passed_over += len(record.update.items) - len(kept)
         if not kept:
             return
