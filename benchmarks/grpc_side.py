@@ -92,7 +92,7 @@ class Client:
         import grpc
         from grpc.experimental import ChannelOptions
 
-        from pscluster.ps.streams import DirectStream
+        from pscluster.core.streams import DirectStream
 
         options = [*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]
         self._channels = [grpc.insecure_channel(f"127.0.0.1:{port}", options=options) for port in ports]
@@ -136,33 +136,48 @@ class Client:
 
         self._on_each(lambda channel: channel.stream_unary("/bare/push")(frames()))
 
-    def _exchange(self, kind: bytes, number: int, *payload: Any) -> list[bytes]:
+    def _exchanges(self, requests: Sequence[tuple[Any, ...]]) -> list[bytes]:
+        """A request a server: what is wanted, a number, and arrays."""
         import numpy as np
 
-        request = b"".join((kind.ljust(8), np.int64(number).tobytes(), *payload))
-        for session in self._sessions:
-            session.send(request)
+        for session, (kind, number, *payload) in zip(self._sessions, requests, strict=True):
+            session.send(b"".join((kind.ljust(8), np.int64(number).tobytes(), *payload)))
         return [session.receive() for session in self._sessions]
 
     def read(self, size: int) -> None:
         """So many bytes, in one message a server."""
-        self._exchange(READ, size // len(self._sessions))
+        self._exchanges([(READ, size // len(self._sessions))] * len(self._sessions))
 
     def gather(self, ids: int) -> None:
-        """Random rows of the table."""
-        import numpy as np
-
-        part = ids // len(self._sessions)
-        self._exchange(GATHER, part, np.random.randint(0, ROWS // len(self._sessions), part))
+        """Random rows of the table, in the order of the ids."""
+        self._rows_of(self._split(ids))
 
     def gather_update(self, ids: int) -> None:
         """The same, and as many rows sent back and subtracted."""
+        shares = self._split(ids)
+        changed = self._rows_of(shares) * 2 + 1
+        requests = [(UPDATE, len(local), local, changed[place]) for place, local in shares]
+        self._exchanges(requests)
+
+    def _split(self, ids: int) -> list[tuple[Any, Any]]:
+        """Random ids, and for each server which of them are its, and their numbers there."""
         import numpy as np
 
-        part = ids // len(self._sessions)
-        wanted = np.random.randint(0, ROWS // len(self._sessions), part)
-        rows = np.frombuffer(self._exchange(GATHER, part, wanted)[0], np.float32)
-        self._exchange(UPDATE, part, wanted, rows * 2 + 1)
+        wanted, part = np.random.randint(0, ROWS, ids), ROWS // len(self._sessions)
+        shares = []
+        for index in range(len(self._sessions)):
+            place = np.flatnonzero(wanted // part == index)
+            shares.append((place, wanted[place] - index * part))
+        return shares
+
+    def _rows_of(self, shares: Sequence[tuple[Any, Any]]) -> Any:
+        import numpy as np
+
+        rows = np.empty((sum(len(place) for place, _ in shares), WIDTH), np.float32)
+        replies = self._exchanges([(GATHER, len(local), local) for _, local in shares])
+        for (place, _), reply in zip(shares, replies, strict=True):
+            rows[place] = np.frombuffer(reply, np.float32).reshape(-1, WIDTH)
+        return rows
 
 
 def client(ports: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -41,6 +41,7 @@ from pscluster.core.values import encode, encode_call
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
 
 Outcome = worker_pb2.Outcome
+Take = Callable[[Any, Sequence[Outcome]], None]
 
 
 class StrawWorker:
@@ -51,8 +52,6 @@ class StrawWorker:
         self.connections: list[StrawConnection] = []
         self.may_upload = asyncio.Event()
         self.may_upload.set()
-        self.may_send = asyncio.Event()
-        self.may_send.set()
 
     @property
     def last(self) -> StrawConnection:
@@ -63,19 +62,19 @@ class StrawWorker:
 class StrawConnection:
     """In the place of a WorkerConnection."""
 
-    def __init__(self, worker: StrawWorker) -> None:
+    def __init__(self, worker: StrawWorker, take: Take) -> None:
         self.worker, self.peer = worker, worker.peer
+        self._take = take
         worker.connections.append(self)
         self.incarnation = len(worker.connections)
         self.sent: list[tuple[int, list[worker_pb2.Step]]] = []
         self.uploads: list[worker_pb2.UploadRequest] = []
         self.recalls: list[list[int]] = []
         self.forgotten: list[str] = []
-        self.writes_cancelled = 0
-        self.uploading = self.sending = 0
+        self.uploading = 0
         self.steps_ended = False
         self.leaves = asyncio.Event()
-        self._outcomes: asyncio.Queue[Sequence[Outcome] | BaseException | None] = asyncio.Queue()
+        self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
         """It is there at once."""
@@ -89,26 +88,11 @@ class StrawConnection:
         """It leaves when the test says so."""
         return await self.leaves.wait()
 
-    async def outcomes(self) -> AsyncIterator[Sequence[Outcome]]:
-        """What the test says."""
-        while (told := await self._outcomes.get()) is not None:
-            if isinstance(told, BaseException):
-                raise told
-            yield told
-
-    async def send(self, position: int, steps: Sequence[worker_pb2.Step]) -> None:
-        """As long as a write is blocked it takes; one that is cancelled ends the stream, as grpc's does."""
-        self.sending += 1
-        try:
-            await self.worker.may_send.wait()
-        except asyncio.CancelledError:
-            self.writes_cancelled += 1
-            raise
-        finally:
-            self.sending -= 1
+    def send(self, position: int, steps: Sequence[worker_pb2.Step]) -> None:
+        """It is noted."""
         self.sent.append((position, list(steps)))
 
-    async def end_steps(self) -> None:
+    def end_steps(self) -> None:
         """It is noted."""
         self.steps_ended = True
 
@@ -143,15 +127,18 @@ class StrawConnection:
 
     def tell(self, kind: worker_pb2.Outcome.Kind, *functions: int, seconds: float = 1.0) -> None:
         """Let outcomes come."""
-        self._outcomes.put_nowait([Outcome(function=number, kind=kind, seconds=seconds) for number in functions])
+        self._tell([Outcome(function=number, kind=kind, seconds=seconds) for number in functions])
 
     def tell_value(self, function: int, value: value_pb2.Value) -> None:
         """Let a result come."""
-        self._outcomes.put_nowait([Outcome(function=function, kind=Outcome.DONE, value=value, seconds=1.0)])
+        self._tell([Outcome(function=function, kind=Outcome.DONE, value=value, seconds=1.0)])
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Let the stream end."""
-        self._outcomes.put_nowait(error)
+    def end(self, error: Exception | None = None) -> None:
+        """Let the stream end, behind the outcomes that came before."""
+        asyncio.get_running_loop().call_soon(self.ended.set_result, error)
+
+    def _tell(self, outcomes: Sequence[Outcome]) -> None:
+        asyncio.get_running_loop().call_soon(self._take, self, outcomes)
 
 
 class StrawServer(PsLink):
@@ -249,7 +236,7 @@ def straw(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Straw]]:
     def make(workers: int = 1, **more: int) -> Straw:
         straw = Straw(workers, **more)
         by_peer = {worker.peer: worker for worker in straw.workers}
-        monkeypatch.setattr(dispatch, "WorkerConnection", lambda peer, _metadata: StrawConnection(by_peer[peer]))
+        monkeypatch.setattr(dispatch, "WorkerConnection", lambda peer, _, take: StrawConnection(by_peer[peer], take))
         made.append(straw)
         return straw
 
@@ -268,8 +255,8 @@ def on_loop(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     loop.run(scenario(), PATIENCE)
 
 
-def test_a_worker_leaves_while_a_message_to_it_is_being_written(straw: Callable[..., Straw]) -> None:
-    """The write is left alone, as to cancel it would end the stream and the link; the functions go on elsewhere."""
+def test_a_worker_leaves_with_a_message_on_its_way(straw: Callable[..., Straw]) -> None:
+    """The stream is left alone until the worker has ended it; the functions go on elsewhere."""
     cluster = straw()
     (worker,) = cluster.workers
 
@@ -279,18 +266,14 @@ def test_a_worker_leaves_while_a_message_to_it_is_being_written(straw: Callable[
         cluster.schedule()
         await until(lambda: first.functions)
         first.tell(Outcome.DONE, 1, seconds=1e-6)  # from now on it could have many
-        worker.may_send.clear()
         cluster.schedule()
-        await until(lambda: first.sending)
+        await until(lambda: 2 in first.functions)
         first.leaves.set()
         await until(lambda: first.recalls)
         assert first.recalls == [[2]], "all is asked back, as the worker may not read for long"
-        assert (first.sending, first.writes_cancelled) == (1, 0)
         cluster.schedule()
-        worker.may_send.set()
-        await until(lambda: 2 in first.functions)
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await until(lambda: first.steps_ended)
+        await settled()
         assert cluster.state(0) == [2], "it gets nothing more"
         first.end()
         await until(lambda: len(worker.connections) == 2 and worker.last.functions)
@@ -307,7 +290,7 @@ def test_a_stream_that_breaks_off_in_a_write_does_not_end_the_link(straw: Callab
 
     async def scenario() -> None:
         await cluster.start()
-        for error in (asyncio.CancelledError(), asyncio.InvalidStateError("gone"), UnavailableError("gone"), None):
+        for error in (asyncio.InvalidStateError("gone"), UnavailableError("gone"), ValueError("gone"), None):
             count = len(worker.connections)
             worker.last.end(error)
             await until(lambda count: len(worker.connections) > count and cluster.dispatcher.workers_up, count)
@@ -537,40 +520,94 @@ def test_a_job_of_the_coordinator_that_fails_is_everybodys_error(straw: Callable
             cluster.dispatcher.join(PATIENCE)
 
 
+class Interrupted:
+    """A loop, or scheduler, that is interrupted at the first call."""
+
+    def __init__(self, real: Any, name: str) -> None:
+        self._real, self._name = real, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._name:
+            return getattr(self._real, name)
+
+        def interrupted(*_: object) -> None:
+            self._name = ""
+            raise KeyboardInterrupt
+
+        return interrupted
+
+
 def test_ctrl_c_in_schedule_loses_no_wake_up(straw: Callable[..., Straw]) -> None:
     """Wherever it strikes, the next function that is scheduled runs."""
     cluster = straw()
     (worker,) = cluster.workers
     dispatcher = cluster.dispatcher
 
-    class Interrupted:
-        """A loop, or scheduler, that is interrupted at the first call."""
-
-        def __init__(self, real: Any, name: str) -> None:
-            self._real, self._name = real, name
-
-        def __getattr__(self, name: str) -> Any:
-            if name != self._name:
-                return getattr(self._real, name)
-
-            def interrupted(*_: object) -> None:
-                self._name = ""
-                raise KeyboardInterrupt
-
-            return interrupted
+    async def interrupted(attribute: str, name: str) -> None:
+        real = getattr(dispatcher, attribute)
+        setattr(dispatcher, attribute, Interrupted(real, name))
+        with pytest.raises(KeyboardInterrupt):
+            cluster.schedule()
+        setattr(dispatcher, attribute, real)
 
     async def scenario() -> None:
         await cluster.start()
-        for number, (attribute, name) in enumerate([("_loop", "call_soon_threadsafe"), ("_scheduler", "add")], 1):
+        await until(lambda: dispatcher._links[0].hungry)
+        await interrupted("_scheduler", "add")
+        cluster.schedule()
+        await until(lambda: worker.last.functions == [1])
+        await interrupted("_loop", "call_soon_threadsafe")  # the worker is busy: the loop is to be woken
+        cluster.schedule()
+        worker.last.tell(Outcome.DONE, 1)
+        await until(lambda: worker.last.functions == [1, 2])
+        worker.last.tell(Outcome.DONE, 2)
+
+    on_loop(scenario)
+
+
+def test_ctrl_c_while_a_function_is_handed_over(straw: Callable[..., Straw]) -> None:
+    """Before it is sent, or when it is sent and not noted yet: it is sent by somebody else, and counts once."""
+    cluster = straw()
+    (worker,) = cluster.workers
+    dispatcher = cluster.dispatcher
+
+    async def scenario() -> None:
+        await cluster.start()
+        for number, name in enumerate(("offer", "place", "give"), 1):
             await until(lambda: dispatcher._links[0].hungry)
-            real = getattr(dispatcher, attribute)
-            setattr(dispatcher, attribute, Interrupted(real, name))
+            scheduler, values = dispatcher._scheduler, list[RemoteValue]()
+            dispatcher._scheduler = Interrupted(scheduler, name)  # type: ignore[assignment]
             with pytest.raises(KeyboardInterrupt):
-                cluster.schedule()
-            setattr(dispatcher, attribute, real)
-            cluster.schedule()
-            await until(lambda number: worker.last.functions == list(range(1, number + 1)), number)
-            worker.last.tell(Outcome.DONE, number)
+                values.append(cluster.schedule())
+            dispatcher._scheduler = scheduler
+            await until(lambda number: number in cluster.state(0), number)
+            places = [position for position, _ in worker.last.sent]
+            assert places == sorted(set(places)), "no place is given twice"
+            worker.last.tell(Outcome.DONE, *[each for each in worker.last.functions if each == number])
+            await until(lambda: dispatcher.done())
+        assert worker.last.functions == [1, 2, 3, 3]
+
+    on_loop(scenario)
+
+
+def test_what_is_scheduled_behind_an_error_is_not_asked_back(straw: Callable[..., Straw]) -> None:
+    """The user has seen the error, and goes on, before the loop has heard of it."""
+    cluster = straw()
+    (worker,) = cluster.workers
+
+    async def scenario() -> None:
+        await cluster.start()
+        cluster.schedule()
+        await until(lambda: worker.last.functions == [1] and cluster.dispatcher._links[0].hungry)
+        failure = Outcome(function=1, kind=Outcome.FAILED)
+        worker.last._take(worker.last, [failure])
+        with pytest.raises(FunctionError):
+            cluster.dispatcher.done()
+        cluster.schedule()
+        assert worker.last.functions == [1, 2]
+        await settled()
+        assert worker.last.recalls == []
+        worker.last.tell(Outcome.DONE, 2)
 
     on_loop(scenario)
 

@@ -18,12 +18,11 @@ from pscluster.core.channels import PeerAddress
 from pscluster.core.errors import PSUnavailableError, UnavailableError
 from pscluster.core.frames import pack
 from pscluster.core.identity import make_identity
-from pscluster.core.rpc import Stub
+from pscluster.core.streams import QueuedStream
 from pscluster.ps import client as client_module
 from pscluster.ps.client import PsClient
 from pscluster.ps.connections import Server, Session
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
-from pscluster.ps.streams import QueuedStream
 from pscluster.v1 import node_pb2, ps_pb2
 
 JOB = 7
@@ -144,16 +143,21 @@ def test_a_session_that_has_ended_at_once_leaves_no_thread() -> None:
         def cancel(self) -> None:
             """It is over."""
 
-    class Service:
-        """Takes the requests."""
+    def call(requests: Iterator[bytes], metadata: object) -> EndedCall:
+        """A session."""
+        del metadata
+        taken.append(requests)
+        return EndedCall()
 
-        def session(self, requests: Iterator[bytes], metadata: object) -> EndedCall:
-            """A session."""
-            del metadata
-            taken.append(requests)
-            return EndedCall()
+    class Channel:
+        """Nobody is at its other end."""
 
-    session = Session(QueuedStream(cast(Stub, Service()), ()))
+        def stream_stream(self, path: str) -> Callable[..., EndedCall]:
+            """Takes the requests."""
+            del path
+            return call
+
+    session = Session(QueuedStream(cast(grpc.Channel, Channel()), "", ()))
     ended: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
     threading.Thread(target=lambda: ended.put(list(taken[0])), daemon=True).start()
     assert ended.get(timeout=PATIENCE) == []

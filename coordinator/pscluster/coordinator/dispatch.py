@@ -1,7 +1,11 @@
 """Dispatch: the shell around the scheduler. Moves tasks to workers and outcomes back, on the loop's thread.
 
 One lock guards the scheduler and all RemoteValues' transitions; it is held for decisions only. User threads
-enter tasks and wait on its condition; the loop's thread does everything that touches the network.
+enter tasks and wait on its condition; a thread for each worker takes its outcomes; the loop's thread looks after
+connections, takes tasks back, and has for each worker a writer that prepares tasks and sends them. While a writer waits
+for something to do (its worker is `hungry`), the other threads send for it what needs no preparation, under the lock:
+a message is started there, not waited for. So a function that is scheduled alone goes to its worker without a word
+to the loop.
 
 Order that others rely on: a result's large arrays are fetched before the task counts as finished; a lost
 worker's incarnation is closed on every server before its tasks go back to the queue; the ids of ended
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -54,7 +59,8 @@ logger = logging.getLogger(__name__)
 STEAL_SECONDS = 0.01
 """So long a worker is idle before it is given what another one has not started."""
 
-FINISH_SECONDS = 0.25
+FINISH_SECONDS = 2.0
+"""So often servers are told which functions have ended: it only frees their memory, and delays what runs meanwhile."""
 
 QUIET_SECONDS = 60.0
 """When nothing has come back from any worker for so long, the log says what is waited for, and again."""
@@ -64,6 +70,9 @@ CANCEL_SECONDS = 0.1
 
 LEAVE_SECONDS = 1.0
 """So long one of a worker's two streams, which tell of its outcomes and of its end, may end behind the other."""
+
+AT_ONCE = 16
+"""More functions than that, or those that need preparation, are sent by the loop: messages are made under the lock."""
 
 MAX_DEFINITIONS = 1024
 """So many functions and classes a worker keeps, beyond those that it still needs."""
@@ -134,6 +143,16 @@ class LinkState:
     why: str = "not connected yet"
 
 
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Tasks of a worker, where they were when it was decided to ask for them back: soon they may be elsewhere."""
+
+    link: LinkState
+    connection: WorkerConnection
+    functions: Sequence[int]
+    positions: Sequence[int]
+
+
 class Dispatcher:
     """Runs the tasks of one coordinator on the workers of its cluster."""
 
@@ -188,15 +207,58 @@ class Dispatcher:
                 if value._error is not None:
                     raise CancelledError(f"an argument has no value: {value!r}") from value._error
             task = Task(call, len(pending), size)
-            # In this order: wherever Ctrl-C strikes there is a wake-up too many, not one too few.
-            if not pending and not self._wake_asked:
-                self._loop.call_soon_threadsafe(self._wake_hungry)
-                self._wake_asked = True
+            free = None if pending or self._scheduler.queued else self._free()
+            # In this order: wherever Ctrl-C strikes there is a wake-up too many, not one too few; but for what is
+            # handed over directly, which the loop finds by itself.
+            if not pending and free is None:
+                self._ask_to_wake()
             for value in pending:
                 if value.dependents is None:
                     value.dependents = []
                 value.dependents.append(task)
             self._scheduler.add(task)
+            if free is not None and not self._hand_over(free):
+                self._ask_to_wake()
+
+    def _ask_to_wake(self) -> None:
+        """Under the lock."""
+        if not self._wake_asked:
+            self._loop.call_soon_threadsafe(self._wake_hungry)
+            self._wake_asked = True
+
+    def _free(self) -> int | None:
+        """Under the lock: an idle worker, in turn."""
+        count = len(self._links)
+        for place in range(self._turn, self._turn + count):
+            if self._links[place % count].hungry and self._is_idle(place % count):
+                self._turn = place % count + 1
+                return place % count
+        return None
+
+    def _hand_over(self, index: int) -> bool:
+        """Under the lock: send a worker what it may have, if its writer waits and there is nothing to prepare.
+
+        Ctrl-C before the worker is said to have it: it is given again, and what it does counts once.
+        """
+        link, connection = self._links[index], self._links[index].connection
+        if not link.hungry or link.leaving or self._paused or not set(self._resources) <= link.built:
+            return False
+        tasks = self._scheduler.offer(index)
+        if connection is None or not 0 < len(tasks) <= AT_ONCE or not all(self._is_ready(link, task) for task in tasks):
+            return False
+        full = self._scheduler.waiting >= self._max_queued
+        position = self._scheduler.place(index, len(tasks))
+        connection.send(position, [_step(task, task.attempts + 1) for task in tasks])
+        self._scheduler.give(index, tasks, position)
+        link.heard = time.monotonic()
+        if full:
+            self._changed.notify_all()
+        return True
+
+    def _is_ready(self, link: LinkState, task: Task[Call]) -> bool:
+        """Under the lock: can the worker be given the task as it is?"""
+        call = task.payload
+        return not (call.attachments or call.remote or call.classes) and _has_definition(link, call.function)
 
     def join(self, timeout: float | None) -> None:
         """Wait until everything scheduled has ended. Raises the first error, once."""
@@ -447,7 +509,7 @@ class Dispatcher:
         )
         async for attempt in retrying:
             with attempt:
-                connection = WorkerConnection(link.peer, self._metadata)
+                connection = WorkerConnection(link.peer, self._metadata, functools.partial(self._take, index))
                 link.connection, link.known, link.built, link.leaving = connection, {}, set(), False
                 try:
                     await connection.attach(self._attach)
@@ -463,7 +525,7 @@ class Dispatcher:
 
     async def _until_lost(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
         """Write and read until the worker leaves or something fails; raises what failed."""
-        reader = asyncio.create_task(self._read(index, link, connection))
+        reader = connection.ended
         writer = asyncio.create_task(self._write(index, link, connection))
         watcher = asyncio.create_task(connection.leaving())
         heart = asyncio.create_task(connection.until_silent(self._worker_lease))
@@ -476,15 +538,17 @@ class Dispatcher:
             if watcher.done():
                 link.leaving = watcher.result()
             if link.leaving and not reader.done():
-                # It gives back what it has not started; what it runs may still end. The writer sees it and ends: were
-                # it cancelled in a write, that would end the whole stream.
+                # It gives back what it has not started; what it runs may still end. The writer sees it and ends.
                 link.wake.set()
-                self._recall(index, cancel_running=False)
+                with self._lock:
+                    recalls = self._what(index)
+                self._recall(recalls, cancel_running=False)
                 await asyncio.wait((reader,))
             elif not reader.done():  # outcomes that have come already still count
                 await asyncio.wait((reader,), timeout=LEAVE_SECONDS)
-            if reader.done() and not reader.cancelled():
-                reader.result()
+            if reader.done():
+                if (why := reader.result()) is not None:
+                    raise why
                 if link.leaving:
                     # It has ended the stream in order: what has no outcome was never begun.
                     with self._changed:
@@ -495,7 +559,7 @@ class Dispatcher:
             if writer.done() and not writer.cancelled():
                 writer.result()
         finally:
-            await _end((reader, writer, watcher, heart))
+            await _end((writer, watcher, heart))
 
     async def _give_up(self, index: int, incarnation: int) -> None:
         """The worker's attachment is over: close its incarnation everywhere, then let others have its tasks."""
@@ -530,15 +594,15 @@ class Dispatcher:
         while True:
             link.wake.clear()
             await self._build_resources(link, connection)
-            if link.leaving:
-                await connection.end_steps()
-                return
             with self._changed:
+                if link.leaving:
+                    connection.end_steps()
+                    return
                 full = self._scheduler.waiting >= self._max_queued
                 tasks = [] if self._paused else self._scheduler.take(index)
                 if full and tasks:
                     self._changed.notify_all()
-            link.hungry = not tasks
+                link.hungry = not tasks
             if not tasks:
                 timer = self._loop.call_later(STEAL_SECONDS, self._consider_stealing, index)
                 await link.wake.wait()
@@ -550,21 +614,14 @@ class Dispatcher:
             ready = await self._prepare(index, link, connection, tasks, places)
             link.heard = time.monotonic()
             if ready:
-                await connection.send(places[0], [self._message(index, task) for task in ready])
+                connection.send(places[0], [self._message(index, task) for task in ready])
             await self._forget_definitions(index, link, connection)
             del tasks, ready  # lest their arrays, and handles, be kept here until there is something new to send
 
     def _message(self, index: int, task: Task[Call]) -> worker_pb2.Step:
         if not self._has(index, task):  # recalled: the worker will pass over it
             return worker_pb2.Step()
-        call = task.payload
-        return worker_pb2.Step(
-            function=task.id,
-            attempt=task.attempts,
-            definition=call.function.digest,
-            arguments=call.arguments,
-            want_result=call.result() is not None,
-        )
+        return _step(task, task.attempts)
 
     async def _prepare(
         self,
@@ -612,9 +669,9 @@ class Dispatcher:
 
     async def _define(self, link: LinkState, connection: WorkerConnection, function: CapturedFunction) -> None:
         """Give the worker a function or class. MisuseError or TypeError if that is not possible."""
-        if function.digest in link.known:
-            link.known[function.digest] = link.known.pop(function.digest)  # the last one used
-            return
+        with self._lock:
+            if _has_definition(link, function):
+                return
         why = ""
         for form in function.forms():
             pickle, head = form.pickle, worker_pb2.UploadRequest(definition=form)
@@ -626,7 +683,8 @@ class Dispatcher:
         raise MisuseError(why)
 
     def _has(self, index: int, task: Task[Call]) -> bool:
-        """Is the task with this worker, or on its way there? No lock: only this thread changes that."""
+        """Is the task with this worker, or on its way there? No lock: should it be recalled in this very moment, the
+        worker will pass over it."""
         return self._scheduler.workers[index].sent.get(task.id) is task
 
     async def _forget_definitions(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
@@ -635,11 +693,11 @@ class Dispatcher:
             return
         with self._lock:
             calls = [task.payload for task in self._scheduler.recallable(index)]
-        used = {digest for call in calls for digest in (call.function.digest, *call.classes)}
-        oldest = itertools.islice(link.known, len(link.known) - MAX_DEFINITIONS // 2)
-        dropped = [digest for digest in oldest if digest not in used]
-        for digest in dropped:
-            del link.known[digest]
+            used = {digest for call in calls for digest in (call.function.digest, *call.classes)}
+            oldest = itertools.islice(link.known, len(link.known) - MAX_DEFINITIONS // 2)
+            dropped = [digest for digest in oldest if digest not in used]
+            for digest in dropped:
+                del link.known[digest]
         await connection.release(definitions=dropped)
 
     async def _build_resources(self, link: LinkState, connection: WorkerConnection) -> None:
@@ -661,19 +719,18 @@ class Dispatcher:
             else:  # released while it was built
                 self._in_background(connection.release([number]))
 
-    async def _read(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
-        async for outcomes in connection.outcomes():
-            complete: list[tuple[Outcome, Sequence[Buffer]]] = []
-            for outcome in outcomes:
-                buffers: Sequence[Buffer] = ()
-                if outcome.kind == Outcome.DONE and outcome.HasField("attachments"):
-                    # Before the function counts as done: should the worker die here, another one runs it again.
-                    buffers = await connection.download(outcome.attachments)
-                complete.append((outcome, buffers))
-            link.heard = time.monotonic()
-            self._take_outcomes(index, complete)
-            link.wake.set()
-            del outcomes, outcome, buffers, complete  # as above
+    # On the threads of the workers' outcomes
+
+    def _take(self, index: int, connection: WorkerConnection, outcomes: Sequence[Outcome]) -> None:
+        complete: list[tuple[Outcome, Sequence[Buffer]]] = []
+        for outcome in outcomes:
+            buffers: Sequence[Buffer] = ()
+            if outcome.kind == Outcome.DONE and outcome.HasField("attachments"):
+                # Before the function counts as done: should the worker die here, another one runs it again.
+                buffers = connection.download(outcome.attachments)
+            complete.append((outcome, buffers))
+        self._links[index].heard = time.monotonic()
+        self._take_outcomes(index, complete)
 
     def _take_outcomes(self, index: int, outcomes: Iterable[tuple[Outcome, Sequence[Buffer]]]) -> None:
         scheduler = self._scheduler
@@ -703,10 +760,21 @@ class Dispatcher:
                 self._settle_cancelled(scheduler.give_back(index, returned))
             if not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or self._paused):
                 self._changed.notify_all()
-            failed = scheduler.error is not None and before is None
-        if failed:
-            self._recall_all()
-        if unblocked or returned:
+            recalls = self._all() if scheduler.error is not None and before is None else []
+            for_all = bool(unblocked or returned)
+            # Where nothing is left to do nobody waits for what may be possible now.
+            done = self._hand_over(index) or scheduler.idle
+        if recalls or for_all or not done:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._go_on, index, recalls, for_all)
+
+    # On the loop's thread
+
+    def _go_on(self, index: int, recalls: Sequence[Recall], for_all: bool) -> None:
+        """What follows from outcomes of a worker."""
+        self._recall(recalls)
+        self._links[index].wake.set()
+        if for_all:
             self._wake_hungry()
 
     def _set_value(self, task: Task[Call], outcome: Outcome, buffers: Sequence[Buffer]) -> bool:
@@ -762,8 +830,9 @@ class Dispatcher:
                 _, cancelled = self._scheduler.fail(index, number, error)
                 self._set_error(task, error, RemoteValueStatus.FAILED)
                 self._settle_cancelled([other for other in cancelled if other is not task])
+            recalls = self._all()
             self._changed.notify_all()
-        self._recall_all()
+        self._recall(recalls)
 
     def _set_error(self, task: Task[Call], error: Exception, status: RemoteValueStatus) -> None:
         value = task.payload.result()
@@ -788,15 +857,34 @@ class Dispatcher:
     def _abort(self, error: Exception, *, final: bool) -> None:
         with self._changed:
             self._settle_cancelled(self._scheduler.abort(error, final=final))
+            recalls = self._all()
             self._changed.notify_all()
-        self._recall_all()
+        self._recall(recalls)
 
     # Taking back
 
-    def _recall_all(self, cancel_running: bool = True) -> None:
+    def _what(self, index: int, tasks: Sequence[Task[Call]] | None = None) -> list[Recall]:
+        """Under the lock: how to ask a worker for tasks (None: all it has)."""
+        link = self._links[index]
+        if tasks is None:
+            tasks = self._scheduler.recallable(index)
+        if link.connection is None or not tasks:
+            return []
+        return [Recall(link, link.connection, [task.id for task in tasks], [task.position for task in tasks])]
+
+    def _all(self) -> list[Recall]:
+        """Under the lock: how to ask for everything."""
+        return [recall for index in range(len(self._links)) for recall in self._what(index)]
+
+    def _recall(self, recalls: Iterable[Recall], *, cancel_running: bool = True) -> None:
         """What has not started comes back; what runs is asked to stop, where everything is cancelled."""
-        for index in range(len(self._links)):
-            self._recall(index, cancel_running=cancel_running)
+        for recall in recalls:
+            self._in_background(self._ask_back(recall, cancel_running))
+
+    def _recall_all(self, cancel_running: bool) -> None:
+        with self._lock:
+            recalls = self._all()
+        self._recall(recalls, cancel_running=cancel_running)
 
     def _consider_stealing(self, index: int) -> None:
         thief = self._links[index]
@@ -804,34 +892,15 @@ class Dispatcher:
             return
         with self._lock:
             found = None if self._scheduler.workers[index].sent else self._scheduler.to_steal()
-        if found is not None and not self._links[found[0]].stealing:
-            self._recall(*found, cancel_running=False)
+            recalls = [] if found is None or self._links[found[0]].stealing else self._what(*found)
+        self._recall(recalls, cancel_running=False)
 
-    def _recall(self, index: int, tasks: Sequence[Task[Call]] | None = None, *, cancel_running: bool) -> None:
-        """Ask a worker for tasks (None: all it has). They come back as outcomes, in the order of its stream."""
-        link = self._links[index]
-        if tasks is None:
-            with self._lock:
-                tasks = self._scheduler.recallable(index)
-        if link.connection is None or not tasks:
-            return
-        # Now, not when the message is sent: meanwhile they may have come back and be elsewhere.
-        numbers, positions = [task.id for task in tasks], [task.position for task in tasks]
-        self._in_background(self._ask_back(link, link.connection, numbers, positions, cancel_running))
-
-    async def _ask_back(
-        self,
-        link: LinkState,
-        connection: WorkerConnection,
-        numbers: Sequence[int],
-        positions: Sequence[int],
-        cancel_running: bool,
-    ) -> None:
-        link.stealing = True
+    async def _ask_back(self, recall: Recall, cancel_running: bool) -> None:
+        recall.link.stealing = True
         try:
-            await connection.recall(numbers, positions, cancel_running)
+            await recall.connection.recall(recall.functions, recall.positions, cancel_running)
         finally:
-            link.stealing = False
+            recall.link.stealing = False
         # Some may have looked in vain while this went on, and look once only by themselves.
         for index, thief in enumerate(self._links):
             if thief.hungry:
@@ -852,6 +921,8 @@ class Dispatcher:
             await asyncio.sleep(FINISH_SECONDS)
             with self._lock:
                 ended, self._scheduler.ended = self._scheduler.ended, []
+                if self._scheduler.queued:  # Ctrl-C has kept somebody from saying so
+                    self._ask_to_wake()
             for start, stop in _runs(sorted(ended)):
                 for each in untold:
                     each.add(start, stop)
@@ -899,6 +970,25 @@ async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
                 task.exception()  # it has been seen
     if cancelled is not None:
         raise cancelled
+
+
+def _has_definition(link: LinkState, function: CapturedFunction) -> bool:
+    """Under the lock: does the worker have it? If so it is the last one used."""
+    if function.digest not in link.known:
+        return False
+    link.known[function.digest] = link.known.pop(function.digest)
+    return True
+
+
+def _step(task: Task[Call], attempt: int) -> worker_pb2.Step:
+    call = task.payload
+    return worker_pb2.Step(
+        function=task.id,
+        attempt=attempt,
+        definition=call.function.digest,
+        arguments=call.arguments,
+        want_result=call.result() is not None,
+    )
 
 
 PLACEHOLDER = "remote-value"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from typing import Any
 import grpc
 import tenacity
 
-from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress
+from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress, open_channel
 from pscluster.core.errors import (
     RETRYABLE,
     BusyError,
@@ -34,6 +35,7 @@ from pscluster.core.errors import (
 )
 from pscluster.core.frames import Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.rpc import Stub
+from pscluster.core.streams import Metadata, Stream, open_stream
 from pscluster.ps.ledger import IntervalSet
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
@@ -42,9 +44,8 @@ from pscluster.worker.service import SERVICE as WORKER_SERVICE
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
+_STEPS = f"/{WORKER_SERVICE.full_name}/Steps"
 _UNLOADED_SECONDS = 600.0  # a definition or dataset may take long to load
-
-Metadata = tuple[tuple[str, str], ...]
 
 LOST_CONNECTION = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 """What grpc.aio raises where a connection is lost: a status; or what is said of a closed channel, or of a write to
@@ -222,16 +223,35 @@ async def end_job(peer: PeerAddress, job: int, reason: str, metadata: Metadata) 
 
 
 class WorkerConnection:
-    """One attachment to a worker: its streams and calls. Errors are grpc's own until the link sorts them."""
+    """One attachment to a worker: its streams and calls. Errors are grpc's own until the link sorts them.
 
-    def __init__(self, peer: PeerAddress, metadata: Metadata) -> None:
+    The stream of functions has a thread of its own, which takes the outcomes as they come: it is what every function
+    goes through, and an asyncio stream took more than half of the coordinator's time.
+    """
+
+    def __init__(
+        self,
+        peer: PeerAddress,
+        metadata: Metadata,
+        take: Callable[[WorkerConnection, Sequence[worker_pb2.Outcome]], None],
+    ) -> None:
+        """Nothing is dialled yet.
+
+        Args:
+            take: is given outcomes as they come, on the stream's thread; what it raises ends the stream.
+        """
         self.peer = peer
         self._metadata = metadata
+        self._take = take
         self._channel = _open(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
         self._worker = Stub(self._channel, WORKER_SERVICE)
         self._attached: Any = None
-        self._steps: Any = None
+        self._steps_channel = open_channel(peer.address)
+        self._stream: Stream | None = None
+        loop = asyncio.get_running_loop()
+        self._opened: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[Exception | None] = loop.create_future()  # why the stream did; None: in order
         self.incarnation = 0
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
@@ -241,10 +261,32 @@ class WorkerConnection:
         if event is grpc.aio.EOF:
             raise UnavailableError(f"{self.peer} ended the attachment")
         self.incarnation = event.incarnation
-        self._steps = self._worker.steps(metadata=self._metadata)
-        await self._steps.write(worker_pb2.StepsRequest(incarnation=self.incarnation))
-        if await self._steps.read() is grpc.aio.EOF:
-            raise UnavailableError(f"{self.peer} ended the stream of steps")
+        self._stream = open_stream(self._steps_channel, _STEPS, self._metadata)
+        self._stream.send(worker_pb2.StepsRequest(incarnation=self.incarnation).SerializeToString())
+        name = f"outcomes-{self.peer.index}"
+        arguments = (self._stream, asyncio.get_running_loop())
+        threading.Thread(target=self._receive, args=arguments, name=name, daemon=True).start()
+        await asyncio.wait((self._opened, self.ended), return_when=asyncio.FIRST_COMPLETED)
+        if not self._opened.done():
+            raise self.ended.result() or UnavailableError(f"{self.peer} ended the stream of steps")
+
+    def _receive(self, stream: Stream, loop: asyncio.AbstractEventLoop) -> None:
+        """The stream's thread."""
+        # What is no Exception leaves this, and is shown by the thread itself.
+        why: Exception | None = UnavailableError(f"the thread of {self.peer}'s outcomes has ended")
+        try:
+            stream.receive()  # empty: the stream is up
+            loop.call_soon_threadsafe(self._opened.set_result, None)
+            while True:
+                self._take(self, worker_pb2.StepsReply.FromString(stream.receive()).outcomes)
+        except grpc.RpcError as error:
+            why = None if error.code() is grpc.StatusCode.OK else error
+        except Exception as error:
+            why = error
+        finally:
+            stream.close()
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self.ended.set_result, why)
 
     async def leaving(self) -> bool:
         """Return when the worker says that it leaves (True), or is gone."""
@@ -270,23 +312,16 @@ class WorkerConnection:
             await asyncio.sleep(max(lease / 3 - (time.monotonic() - asked), 0.05))
         return f"it has not answered for {silent:.0f} s"
 
-    async def send(self, position: int, steps: Iterable[worker_pb2.Step]) -> None:
-        """Send functions."""
+    def send(self, position: int, steps: Iterable[worker_pb2.Step]) -> None:
+        """Send functions. Whether they arrive, the stream's end tells."""
+        assert self._stream is not None
         request = worker_pb2.StepsRequest(incarnation=self.incarnation, position=position, steps=steps)
-        try:
-            await self._steps.write(request)
-        except asyncio.InvalidStateError:  # it ended a moment ago; its reader learns why
-            raise UnavailableError(f"{self.peer} ended the stream of steps") from None
+        self._stream.send(request.SerializeToString())
 
-    async def end_steps(self) -> None:
+    def end_steps(self) -> None:
         """No more functions come. The worker ends its side when there is an outcome of all that did."""
-        with suppress(*LOST_CONNECTION):
-            await self._steps.done_writing()
-
-    async def outcomes(self) -> AsyncIterator[Sequence[worker_pb2.Outcome]]:
-        """What became of them, until the stream ends."""
-        while (reply := await self._steps.read()) is not grpc.aio.EOF:
-            yield reply.outcomes
+        assert self._stream is not None
+        self._stream.end()
 
     async def upload(self, head: worker_pb2.UploadRequest, buffers: Sequence[Buffer] = ()) -> str:
         """Send a definition, resource or attachments; why a reference can't be followed, or nothing."""
@@ -307,11 +342,11 @@ class WorkerConnection:
         unresolved: str = reply.unresolved
         return unresolved
 
-    async def download(self, attachments: worker_pb2.Attachments) -> list[memoryview]:
-        """The large arrays of a result."""
+    def download(self, attachments: worker_pb2.Attachments) -> list[memoryview]:
+        """The large arrays of a result. For the stream's thread: it waits for them."""
         assembler = Assembler(sum(attachments.sizes))
         request = worker_pb2.DownloadRequest(incarnation=self.incarnation, function=attachments.function)
-        async for data in self._worker.download(request, metadata=self._metadata):
+        for data in Stub(self._steps_channel, WORKER_SERVICE).download(request, metadata=self._metadata):
             assembler.add(*unpack(data, worker_pb2.DownloadReply))
         if not assembler.complete:
             raise UnavailableError(f"{self.peer} broke off the result of function {attachments.function}")
@@ -334,8 +369,10 @@ class WorkerConnection:
         await self._worker.release(request, metadata=self._metadata, timeout=CALL_SECONDS)
 
     async def close(self) -> None:
-        """Close the connection; the worker notices."""
-        for call in (self._steps, self._attached):
-            if call is not None:
-                call.cancel()
+        """Close the connection; the worker notices. No outcome is taken afterwards."""
+        if self._attached is not None:
+            self._attached.cancel()
+        self._steps_channel.close()  # with all that its thread may wait for
+        if self._stream is not None:
+            await asyncio.wait((self.ended,))
         await self._channel.close()

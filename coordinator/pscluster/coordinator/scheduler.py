@@ -23,6 +23,7 @@ Ids rise from 1 in the order of `add`. `ended` collects the ids that no server n
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -162,6 +163,12 @@ class Scheduler(Generic[P]):
         worker.up, worker.sent_count, worker.seconds = True, 0, None
 
     def take(self, index: int) -> list[Task[P]]:
+        """The next tasks for a worker, which has them from now on."""
+        tasks = self.offer(index)
+        self.give(index, tasks, self.place(index, len(tasks)))
+        return tasks
+
+    def offer(self, index: int) -> list[Task[P]]:
         """The next tasks for a worker: as many as fit its window, but no more than its share of the queue.
 
         What would only wait here is left to workers that have nothing: nobody knows how long it would wait. Nothing
@@ -178,16 +185,29 @@ class Scheduler(Generic[P]):
             count = min(count, len(self._queue) - sum(other.up and not other.sent for other in self.workers))
         batch: list[Task[P]] = []
         size = 0
-        while len(batch) < count and size < MAX_BATCH_BYTES:
-            task = self._queue.popleft()
+        for task in itertools.islice(self._queue, max(count, 0)):
             size += task.size
+            batch.append(task)
+            if size >= MAX_BATCH_BYTES:
+                break
+        return batch
+
+    def place(self, index: int, count: int) -> int:
+        """The position of the first of so many tasks on the worker's stream. Places that stay empty are harmless."""
+        worker = self.workers[index]
+        worker.sent_count += count
+        return worker.sent_count - count + 1
+
+    def give(self, index: int, tasks: Sequence[Task[P]], position: int) -> None:
+        """The worker has these, which were offered, from this position on."""
+        worker = self.workers[index]
+        for place, task in enumerate(tasks, position):
+            first = self._queue.popleft()
+            assert first is task, "what was offered is the head of the queue"
             task.state = State.SENT
             task.attempts += 1
-            worker.sent_count += 1
-            task.position = worker.sent_count
+            task.position = place
             worker.sent[task.id] = task
-            batch.append(task)
-        return batch
 
     def finish(self, index: int, task_id: int, seconds: float) -> Task[P] | None:
         """A function returned. None if the task is no longer this worker's."""

@@ -12,7 +12,7 @@ from grpc.experimental import ChannelOptions
 from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress, open_channel, say_hello
 from pscluster.core.errors import PSUnavailableError, UnavailableError
 from pscluster.core.rpc import Stub
-from pscluster.ps.streams import Stream, open_stream
+from pscluster.core.streams import Stream, open_stream
 from pscluster.ps.wire import SERVICE
 from pscluster.v1 import node_pb2
 
@@ -103,7 +103,7 @@ class Server:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return Session(open_stream(self._control, _SESSION, self.control, self.metadata))
+        return Session(open_stream(self._control, _SESSION, self.metadata))
 
     def give_back(self, session: Session) -> None:
         with self._lock:

@@ -7,15 +7,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
 
+from pscluster.core import streams
 from pscluster.core.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
-from pscluster.core.rpc import Stub
-from pscluster.ps import streams
-from pscluster.ps.streams import DirectStream, QueuedStream, Stream, StreamEndedError, open_stream
+from pscluster.core.streams import DirectStream, QueuedStream, Stream, StreamEndedError, open_stream
 
 PATH = "/echo/Session"
 TOKEN = (("token", "t"),)
@@ -61,13 +60,6 @@ def channel(server: str) -> Iterator[grpc.Channel]:
         yield channel
 
 
-class EchoStub:
-    """In the place of a service's stub."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.session: Any = channel.stream_stream(PATH)
-
-
 def direct(channel: grpc.Channel) -> Stream:
     """Driven by the caller."""
     return DirectStream(channel, PATH, TOKEN)
@@ -75,7 +67,7 @@ def direct(channel: grpc.Channel) -> Stream:
 
 def queued(channel: grpc.Channel) -> Stream:
     """Of grpc's public parts."""
-    return QueuedStream(cast(Stub, EchoStub(channel)), TOKEN)
+    return QueuedStream(channel, PATH, TOKEN)
 
 
 Open = Callable[[grpc.Channel], Stream]
@@ -209,8 +201,7 @@ def test_a_direct_stream_leaves_nothing(channel: grpc.Channel) -> None:
 
 def test_where_grpc_is_another(channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the parts it needs, sessions are made of the public ones."""
-    stub = cast(Stub, EchoStub(channel))
-    usual = open_stream(channel, PATH, stub, TOKEN)
+    usual = open_stream(channel, PATH, TOKEN)
     assert isinstance(usual, DirectStream)
     assert ask(usual, b"x") == b"x"
     usual.close()
@@ -221,7 +212,7 @@ def test_where_grpc_is_another(channel: grpc.Channel, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(streams, "cygrpc", Other)
     for _ in range(2):
-        other = open_stream(channel, PATH, stub, TOKEN)
+        other = open_stream(channel, PATH, TOKEN)
         assert isinstance(other, QueuedStream)
         assert ask(other, b"x") == b"x"
         other.close()
