@@ -88,6 +88,7 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         *,
+        timeout: float | None = None,
         retries: int = 0,
     ) -> RemoteValue:
         """Queue a function for some worker, and return its result-to-be.
@@ -103,11 +104,14 @@ class ClusterCoordinator:
             fn: any callable.
             args: its positional arguments.
             kwargs: its keyword arguments.
-            retries: how often it is run again when it raises. Updates of a run that failed count once: the next run's
-                are the same ones.
+            timeout: seconds that it may run on a worker, each time. Then it is stopped at its next read or update and
+                fails with FunctionTimeoutError; one that comes to none within 5 s more costs its worker, which is used
+                again when it has ended. Without one it may run for ever.
+            retries: how often it is run again when it raises, or runs too long. Updates of a run that failed count
+                once: the next run's are the same ones.
 
         Raises:
-            ValueError: `retries` is less than 0.
+            ValueError: `retries` is less than 0, or `timeout` is not above 0.
             TypeError: `fn` is not callable, or something in the arguments can't be sent: its path is named.
             FunctionError: an earlier function failed; this one has not been scheduled.
             PSUnavailableError: a parameter server is lost.
@@ -120,9 +124,13 @@ class ClusterCoordinator:
             raise TypeError(f"kwargs must be a dict of arguments, not a {type(kwargs).__name__}")
         if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
             raise ValueError(f"retries is {retries!r}; it must be a whole number, 0 or more")
+        if timeout is not None and (
+            isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
+        ):
+            raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0, or None")
         function = self._capture(fn)
         result = RemoteValue(function.name, self._handle_of)
-        call = Call(function, weakref.ref(result), retries=retries)
+        call = Call(function, weakref.ref(result), retries=retries, timeout=timeout)
         if args or kwargs:
             self._encode(call, args or (), dict(kwargs or {}))
         self._dispatcher.submit(call)

@@ -40,6 +40,7 @@ from pscluster.core.definitions import CapturedFunction
 from pscluster.core.errors import (
     CancelledError,
     FunctionError,
+    FunctionTimeoutError,
     MisuseError,
     PsClusterError,
     PSUnavailableError,
@@ -73,6 +74,12 @@ LEAVE_SECONDS = 1.0
 
 AT_ONCE = 16
 """More functions than that, or those that need preparation, are sent by the loop: messages are made under the lock."""
+
+TIMEOUT_STEP = 0.1
+"""So often it is looked whether a function has run longer than it may."""
+
+STOP_SECONDS = 5.0
+"""So long one that has may go on to its next library call, where it stops. Then its worker is given up."""
 
 MAX_DEFINITIONS = 1024
 """So many functions and classes a worker keeps, beyond those that it still needs."""
@@ -109,6 +116,7 @@ class Call:
     handles: Sequence[Handle] = ()
     deaths: Sequence[str] = ()  # of workers that were running it
     retries: int = 0  # how often it may raise and is run again
+    timeout: float | None = None  # seconds that it may run, each time
     failures: int = 0
 
     @property
@@ -140,6 +148,11 @@ class LinkState:
     built: set[int] = field(default_factory=set)
     restarts: int = -1
     heard: float = 0.0  # when it was given something or gave something back
+    sent: int = 0  # the last place on its stream that something was sent for
+    front: tuple[int, int] = (0, 0)  # number and place of the function that it runs
+    front_since: float = 0.0  # when it was first seen to
+    overdue: int = 0  # the number of one that has run too long, and was asked to stop
+    doomed: asyncio.Event = field(default_factory=asyncio.Event)  # it has not stopped
     why: str = "not connected yet"
 
 
@@ -184,6 +197,7 @@ class Dispatcher:
         self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
         self._paused = 0
+        self._timed = asyncio.Event()  # some functions have a timeout
         self._jobs: list[asyncio.Task[None]] = []
 
     # On users' threads
@@ -207,6 +221,8 @@ class Dispatcher:
                 if value._error is not None:
                     raise CancelledError(f"an argument has no value: {value!r}") from value._error
             task = Task(call, len(pending), size)
+            if call.timeout is not None and not self._timed.is_set():
+                self._loop.call_soon_threadsafe(self._timed.set)
             free = None if pending or self._scheduler.queued else self._free()
             # In this order: wherever Ctrl-C strikes there is a wake-up too many, not one too few; but for what is
             # handed over directly, which the loop finds by itself.
@@ -250,7 +266,7 @@ class Dispatcher:
         position = self._scheduler.place(index, len(tasks))
         connection.send(position, [_step(task, task.attempts + 1) for task in tasks])
         self._scheduler.give(index, tasks, position)
-        link.heard = time.monotonic()
+        link.heard, link.sent = time.monotonic(), position + len(tasks) - 1
         if full:
             self._changed.notify_all()
         return True
@@ -375,6 +391,32 @@ class Dispatcher:
             if busy and time.monotonic() - max(link.heard for link in self._links) >= QUIET_SECONDS:
                 logger.warning("nothing has come back for %g s:\n%s", QUIET_SECONDS, self.explain())
 
+    async def _watch_timeouts(self) -> None:
+        await self._timed.wait()
+        while True:
+            await asyncio.sleep(TIMEOUT_STEP)
+            with self._lock:
+                recalls = [recall for index in range(len(self._links)) for recall in self._overdue(index)]
+            self._recall(recalls)
+
+    def _overdue(self, index: int) -> list[Recall]:
+        """Under the lock: how to stop what a worker runs, if that has run too long."""
+        link, now = self._links[index], time.monotonic()
+        running = next(iter(self._scheduler.workers[index].sent.values()), None)
+        if running is None or running.position > link.sent:
+            return []
+        if link.front != (running.id, running.position):
+            link.front, link.front_since = (running.id, running.position), now
+        timeout = running.payload.timeout
+        if timeout is None or (over := now - link.front_since - timeout) < 0:
+            return []
+        if link.overdue != running.id:
+            link.overdue = running.id
+            return self._what(index, [running])
+        if over > STOP_SECONDS:
+            link.doomed.set()
+        return []
+
     def describe(self) -> str:
         """A line for people: what waits, what runs, which workers are missing."""
         with self._lock:
@@ -395,7 +437,7 @@ class Dispatcher:
         jobs += [self._watch_server(server) for server in self._servers]
         told = [IntervalSet() for _ in self._servers]
         jobs += [self._tell_finished(server, untold) for server, untold in zip(self._servers, told, strict=True)]
-        jobs += [self._collect_finished(told), self._warn_when_quiet()]
+        jobs += [self._collect_finished(told), self._warn_when_quiet(), self._watch_timeouts()]
         self._jobs = [asyncio.create_task(self._supervised(job)) for job in jobs]
 
     async def _supervised(self, job: Coroutine[Any, Any, None]) -> None:
@@ -511,6 +553,8 @@ class Dispatcher:
             with attempt:
                 connection = WorkerConnection(link.peer, self._metadata, functools.partial(self._take, index))
                 link.connection, link.known, link.built, link.leaving = connection, {}, set(), False
+                link.sent = link.overdue = 0
+                link.doomed.clear()
                 try:
                     await connection.attach(self._attach)
                     await self._build_resources(link, connection)
@@ -529,10 +573,13 @@ class Dispatcher:
         writer = asyncio.create_task(self._write(index, link, connection))
         watcher = asyncio.create_task(connection.leaving())
         heart = asyncio.create_task(connection.until_silent(self._worker_lease))
+        doom = asyncio.create_task(link.doomed.wait())
         try:
-            await asyncio.wait((reader, writer, watcher, heart), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reader, writer, watcher, heart, doom), return_when=asyncio.FIRST_COMPLETED)
             if heart.done():
                 raise UnavailableError(heart.result())
+            if doom.done():
+                raise UnavailableError("it runs a function that does not stop, though its time is over")
             if reader.done() and not watcher.done():  # if it left, the word of that is just behind
                 await asyncio.wait((watcher,), timeout=LEAVE_SECONDS)
             if watcher.done():
@@ -559,7 +606,7 @@ class Dispatcher:
             if writer.done() and not writer.cancelled():
                 writer.result()
         finally:
-            await _end((writer, watcher, heart))
+            await _end((writer, watcher, heart, doom))
 
     async def _give_up(self, index: int, incarnation: int) -> None:
         """The worker's attachment is over: close its incarnation everywhere, then let others have its tasks."""
@@ -568,6 +615,8 @@ class Dispatcher:
             had_tasks = self._scheduler.lose(index)
             for task in self._scheduler.workers[index].limbo[:1]:  # it was running; the others waited behind it
                 task.payload.deaths = (*task.payload.deaths, f"{link.peer} ({link.why})")
+            first = next(iter(self._scheduler.workers[index].limbo), None)
+            overdue = first if first is not None and first.id == link.overdue else None
         try:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._servers))
         except PsClusterError as error:
@@ -577,8 +626,15 @@ class Dispatcher:
         with self._changed:
             exhausted = FunctionError()
             exhausted.worker, exhausted.attempts = index, self._max_attempts
-            failed, cancelled = self._scheduler.requeue(index, exhausted)
+            if overdue is not None and not self._may_retry(index, overdue, "ran too long"):
+                exhausted = self._too_long(index, overdue)
+                failed, cancelled = self._scheduler.requeue(index, exhausted, overdue.id)
+            else:
+                failed, cancelled = self._scheduler.requeue(index, exhausted)
             for task in failed:
+                if task is overdue:
+                    self._set_error(task, exhausted, RemoteValueStatus.FAILED)
+                    continue
                 exhausted.function = task.payload.function.name
                 story = "; ".join(task.payload.deaths)
                 exhausted.summary = (
@@ -615,6 +671,7 @@ class Dispatcher:
             link.heard = time.monotonic()
             if ready:
                 connection.send(places[0], [self._message(index, task) for task in ready])
+                link.sent = places[0] + len(ready) - 1
             await self._forget_definitions(index, link, connection)
             del tasks, ready  # lest their arrays, and handles, be kept here until there is something new to send
 
@@ -744,18 +801,23 @@ class Dispatcher:
                     task = scheduler.finish(index, number, outcome.seconds)
                     if task is not None:
                         unblocked |= self._set_value(task, outcome, buffers)
-                elif kind == Outcome.FAILED:
-                    if self._may_retry(index, outcome):
-                        unblocked = True
-                        self._settle_cancelled(scheduler.give_back(index, [number]))
-                    else:
-                        self._fail_locked(index, outcome)
-                elif kind == Outcome.CANCELLED:
-                    task = scheduler.cancelled(index, number)
-                    if task is not None:
-                        self._settle_cancelled([task])
-                else:
+                elif kind == Outcome.RETURNED:
                     returned.append(number)
+                elif (sent := scheduler.workers[index].sent.get(number)) is None:
+                    continue  # it is no longer this worker's
+                elif kind == Outcome.CANCELLED and (number != self._links[index].overdue or scheduler.error):
+                    scheduler.cancelled(index, number)
+                    self._settle_cancelled([sent])
+                elif self._may_retry(index, sent, "failed" if kind == Outcome.FAILED else "ran too long"):
+                    returned.append(number)
+                else:
+                    self._fail_with(
+                        index,
+                        sent,
+                        self._raised(index, sent, outcome.failure)
+                        if kind == Outcome.FAILED
+                        else self._too_long(index, sent),
+                    )
             if returned:
                 self._settle_cancelled(scheduler.give_back(index, returned))
             if not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or self._paused):
@@ -789,30 +851,33 @@ class Dispatcher:
             self._scheduler.unblock(dependent)
         return bool(dependents)
 
-    def _may_retry(self, index: int, outcome: Outcome) -> bool:
-        """Under the lock: a function raised; is it to be run again?"""
-        sent = self._scheduler.workers[index].sent.get(outcome.function)
-        if sent is None or sent.payload.failures >= sent.payload.retries or self._scheduler.error is not None:
+    def _may_retry(self, index: int, task: Task[Call], what: str) -> bool:
+        """Under the lock: a function failed; is it to be run again?"""
+        call, peer = task.payload, self._links[index].peer
+        if call.failures >= call.retries or self._scheduler.error is not None:
             return False
-        call, peer = sent.payload, self._links[index].peer
         call.failures += 1
-        logger.warning("%s failed on %s: run again, %d of %d", call.function.name, peer, call.failures, call.retries)
+        logger.warning("%s %s on %s: run again, %d of %d", call.function.name, what, peer, call.failures, call.retries)
         return True
 
-    def _fail_locked(self, index: int, outcome: Outcome) -> None:
-        sent = self._scheduler.workers[index].sent.get(outcome.function)
-        if sent is None:
-            return
-        error = rebuild_failure(
-            outcome.failure,
-            function=sent.payload.function.name,
-            worker=index,
-            attempts=sent.attempts + sent.payload.failures,
-        )
-        task, cancelled = self._scheduler.fail(index, outcome.function, error)
-        if task is not None:
-            self._set_error(task, error, RemoteValueStatus.FAILED)
+    def _fail_with(self, index: int, task: Task[Call], error: FunctionError) -> None:
+        """Under the lock."""
+        failed, cancelled = self._scheduler.fail(index, task.id, error)
+        if failed is not None:
+            self._set_error(failed, error, RemoteValueStatus.FAILED)
         self._settle_cancelled(cancelled)
+
+    @staticmethod
+    def _raised(index: int, task: Task[Call], failure: worker_pb2.Failure) -> FunctionError:
+        attempts = task.attempts + task.payload.failures
+        return rebuild_failure(failure, function=task.payload.function.name, worker=index, attempts=attempts)
+
+    @staticmethod
+    def _too_long(index: int, task: Task[Call]) -> FunctionTimeoutError:
+        call, error = task.payload, FunctionTimeoutError()
+        error.function, error.worker, error.attempts = call.function.name, index, task.attempts + call.failures
+        error.summary = f"{error.function} ran longer than its timeout of {call.timeout:g} s on worker {index}"
+        return error
 
     @staticmethod
     def _not_begun(function: CapturedFunction, worker: int, attempts: int, why: Exception) -> FunctionError:

@@ -263,16 +263,18 @@ class Scheduler(Generic[P]):
             task.state = State.LIMBO
         return bool(worker.limbo)
 
-    def requeue(self, index: int, exhausted: Exception | None = None) -> tuple[list[Task[P]], list[Task[P]]]:
+    def requeue(
+        self, index: int, exhausted: Exception | None = None, overdue: int = 0
+    ) -> tuple[list[Task[P]], list[Task[P]]]:
         """Every server has closed the lost worker's incarnation: its tasks may run elsewhere.
 
-        Returns the tasks that fail because they have had all their attempts (with the error `exhausted`), and
-        those that are cancelled.
+        Returns the tasks that fail (with the error `exhausted`) because they have had all their attempts, or have the
+        number `overdue`; and those that are cancelled.
         """
         worker = self.workers[index]
         tasks, worker.limbo = worker.limbo, []
-        hopeless = [task for task in tasks if task.attempts >= self._max_attempts]
-        cancelled = self._requeue([task for task in tasks if task.attempts < self._max_attempts])
+        hopeless = [task for task in tasks if task.attempts >= self._max_attempts or task.id == overdue]
+        cancelled = self._requeue([task for task in tasks if task not in hopeless])
         failed: list[Task[P]] = []
         for task in hopeless:
             if self.error is None and exhausted is not None:

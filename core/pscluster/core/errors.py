@@ -20,6 +20,7 @@
     ├── CancelledError                       cancelled because another function failed first: schedule it anew
     ├── EndOfDatasetError                    a step asked a finite dataset for more than it has
     └── FunctionError                        a scheduled function raised; also an instance of what it raised
+        └── FunctionTimeoutError (TimeoutError)  it ran longer than the `timeout` it was scheduled with
 
 `FunctionCancelled` derives from BaseException, so that a step function's `except Exception` does not
 swallow the request to stop. It never leaves a worker.
@@ -133,6 +134,10 @@ class FunctionError(PsClusterError):
 
     def __str__(self) -> str:
         return self.summary
+
+
+class FunctionTimeoutError(FunctionError, TimeoutError):
+    """A scheduled function ran longer than the `timeout` it was scheduled with."""
 
 
 # kind on the wire, class, gRPC status. More special classes stand before their bases.

@@ -1,0 +1,124 @@
+"""`schedule(timeout=)`: functions that run too long are stopped, run again, or cost their worker."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import NUM_WORKERS, PATIENCE, until
+
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, Variable, dispatch, errors
+
+
+@pytest.fixture
+def counter(strategy: ParameterServerStrategy) -> Variable:
+    """Counts what functions do."""
+    with strategy.scope():
+        return Variable(0, name="counter")
+
+
+def reads_for_ever(variable: Variable) -> None:
+    """It would be stopped at any of its reads."""
+    variable.assign_add(1)
+    while True:
+        variable.read_value()
+        time.sleep(0.01)
+
+
+def test_it_is_stopped_at_its_next_call(coordinator: ClusterCoordinator, counter: Variable) -> None:
+    """The error names the function, the limit and the worker; it is a TimeoutError, and the worker goes on."""
+    value = coordinator.schedule(reads_for_ever, args=(counter,), timeout=0.3)
+    with pytest.raises(errors.FunctionTimeoutError, match=r"reads_for_ever ran longer than its timeout of 0.3 s on w"):
+        coordinator.join(PATIENCE)
+    with pytest.raises(TimeoutError):
+        value.fetch(PATIENCE)
+    assert coordinator.workers_up == NUM_WORKERS
+    assert coordinator.schedule(lambda: 3, timeout=PATIENCE).fetch(PATIENCE) == 3
+
+
+def test_it_is_run_again(coordinator: ClusterCoordinator, counter: Variable, tmp_path: Path) -> None:
+    """Each time it may run as long; what it did counts once."""
+    folder = str(tmp_path)
+
+    def slow_at_first() -> str:
+        counter.assign_add(1)
+        marks = len(list(Path(folder).iterdir()))
+        (Path(folder) / str(marks)).touch()
+        while marks < 2:
+            counter.read_value()
+            time.sleep(0.01)
+        return "done"
+
+    assert coordinator.schedule(slow_at_first, timeout=0.3, retries=2).fetch(PATIENCE) == "done"
+    assert len(list(tmp_path.iterdir())) == 3
+    assert counter.numpy() == 1
+
+
+def test_those_behind_it_wait_for_nothing(coordinator: ClusterCoordinator, counter: Variable) -> None:
+    """The time of a function begins when those before it on its worker have ended."""
+
+    def naps() -> None:
+        counter.assign_add(1)
+        time.sleep(0.2)
+
+    for _ in range(8 * NUM_WORKERS):
+        coordinator.schedule(naps, timeout=1.5)
+    coordinator.join(PATIENCE)
+    assert counter.numpy() == 8 * NUM_WORKERS
+
+
+def test_one_that_does_not_stop_costs_its_worker(
+    coordinator: ClusterCoordinator, counter: Variable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches no call of ours: others run elsewhere meanwhile, and the worker is used again when it has ended."""
+    monkeypatch.setattr(dispatch, "STOP_SECONDS", 0.2)
+    go_on = tmp_path / "go-on"
+    path = str(go_on)
+
+    def stubborn() -> None:
+        while not Path(path).exists():
+            time.sleep(0.01)
+        counter.assign_add(100)
+
+    coordinator.schedule(stubborn, timeout=0.2)
+    with pytest.raises(errors.FunctionTimeoutError, match="stubborn ran longer than its timeout"):
+        coordinator.join(PATIENCE)
+    until(lambda: coordinator.workers_up == NUM_WORKERS - 1, "the worker is given up")
+    for _ in range(20):
+        coordinator.schedule(counter.assign_add, args=(1,))
+    coordinator.join(PATIENCE)
+    go_on.touch()
+    until(lambda: coordinator.workers_up == NUM_WORKERS, "the worker is back")
+    assert counter.numpy() == 20, "what it did after its time was refused"
+
+
+def test_a_stubborn_one_is_run_elsewhere(
+    coordinator: ClusterCoordinator, counter: Variable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With retries another worker gets it."""
+    monkeypatch.setattr(dispatch, "STOP_SECONDS", 0.2)
+    folder = str(tmp_path)
+
+    def stubborn_at_first() -> str:
+        here = Path(folder)
+        if not (here / "begun").exists():
+            (here / "begun").touch()
+            while not (here / "go-on").exists():
+                time.sleep(0.01)
+        counter.assign_add(1)
+        return "done"
+
+    assert coordinator.schedule(stubborn_at_first, timeout=0.5, retries=1).fetch(PATIENCE) == "done"
+    (tmp_path / "go-on").touch()
+    until(lambda: coordinator.workers_up == NUM_WORKERS, "the worker is back")
+    assert counter.numpy() == 1
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), True, "3", [1]])
+def test_bad_timeouts(coordinator: ClusterCoordinator, wrong: Any) -> None:
+    """They are refused where they are given."""
+    with pytest.raises(ValueError, match=r"timeout is .*; it must be a number of seconds above 0, or None"):
+        coordinator.schedule(reads_for_ever, timeout=wrong)
+    assert coordinator.done()
