@@ -85,6 +85,22 @@ class TestAttachment:
             attachment.end(B)
         assert attachment.job == A
 
+    def test_left(self) -> None:
+        """A job is left from the end of its stream until anybody attaches, or it is ended."""
+        attachment = Attachment("ps 0")
+        assert not attachment.is_left(0, 0)
+        attachment.attach(A, "chief a")
+        first = attachment.number
+        assert not attachment.is_left(A, first), "it is held"
+        attachment.detach(first)
+        assert attachment.is_left(A, first)
+        attachment.attach(A, "chief a")
+        attachment.detach(attachment.number)
+        assert not attachment.is_left(A, first), "it was back since"
+        assert attachment.is_left(A, attachment.number)
+        attachment.end(A)
+        assert not attachment.is_left(A, attachment.number)
+
     def test_take_over(self) -> None:
         """A held role goes to whoever says so; the late end of the stream before changes nothing."""
         attachment = Attachment("ps 0")

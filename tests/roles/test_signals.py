@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.roles.processes import DONE, HELD, JOB, PSCLUSTER, Process, Roles, environ, make_cluster, until
+from tests.roles.processes import DONE, HELD, IDLE, JOB, PSCLUSTER, Process, Roles, environ, make_cluster, until
 from tests.roles.wire import Frames, add_to_all, connect
 
 from pscluster.core.frames import CHUNK_BYTES, pack
@@ -215,6 +215,43 @@ def test_coordinator_that_is_killed_frees_its_roles(tmp_path: Path) -> None:
         assert second.wait() == 0
         for process in others:
             ends_in_order(process, "the job is over")
+
+
+def test_coordinator_that_does_not_come_back(tmp_path: Path) -> None:
+    """Roles wait as long as they were told; then the job is dropped, here also by a server that was restored."""
+    with Roles(make_cluster(ps=2), tmp_path, {"PSCLUSTER_COORDINATOR_TIMEOUT": "600"}) as roles:
+        patient = roles.ps(0)
+        restored = roles.ps(1)
+        worker = roles.worker(0, "--until-done", "--coordinator-timeout", "0.5")
+        first = roles.coordinator(IDLE, str(tmp_path / "never"))
+        first.wait_for("connected")
+        first.send(signal.SIGKILL)
+        ends_in_order(worker, "the job is over")
+        worker.wait_for("no coordinator came back within 0.5 s: the job's state is dropped")
+        patient.wait_for("is gone; its state is kept for now")
+        restored.send(signal.SIGKILL)
+        restored.wait()
+        restored = roles.ps(1, "--coordinator-timeout", "0.5")
+        restored.wait_for("no coordinator came back within 0.5 s: the job's state is dropped")
+        roles.worker(0)
+        second = roles.coordinator(JOB)
+        second.wait_for(DONE)
+        assert second.wait() == 0
+        assert "came back within" not in patient.output
+
+
+def test_coordinator_that_comes_back_in_time(tmp_path: Path) -> None:
+    """Its roles wait on, from its next death anew."""
+    with Roles(make_cluster(), tmp_path) as roles:
+        others = [roles.ps(0, "--coordinator-timeout", "60"), roles.worker(0, "--coordinator-timeout", "60")]
+        for end in (signal.SIGKILL, signal.SIGTERM):
+            script = roles.coordinator(IDLE, str(tmp_path / "never"))
+            script.wait_for("connected")
+            script.send(end)
+            script.wait()
+        for process in others:
+            process.wait_for("the job is over")
+            assert "came back within" not in process.output
 
 
 @pytest.mark.parametrize("role", ["ps", "worker", "coordinator"])

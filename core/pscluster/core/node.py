@@ -7,13 +7,17 @@ States of a role, decided by `Attachment`, which is pure:
                           HELD(job) --attach(job)------> HELD(job)  the same coordinator, on a new connection
                           HELD(job) --attach(other)----> refused, naming the holder, unless it takes over
 
+                          FREE, for longer than it waits for its coordinator --> FREE, and its state is dropped
+
 A role keeps what it holds of a job after a detachment, until another job attaches or the job is ended: a dead
-coordinator's state is not thrown away before somebody else wants the place.
+coordinator's state is not thrown away before somebody else wants the place; or before the time that it was told to
+wait (`--coordinator-timeout`) is over.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +58,10 @@ class Attachment:
         """The stream of that attachment ended."""
         if number == self.number:
             self.held = False
+
+    def is_left(self, job: int, number: int) -> bool:
+        """Is this job's state here, and has nobody attached since that attachment?"""
+        return bool(job) and (self.job, self.number, self.held) == (job, number, False)
 
     def end(self, job: int) -> None:
         """The job is over. StaleError if the role is held for another one."""
@@ -105,14 +113,23 @@ class _Streams:
 class NodeService:
     """Servicer of pscluster.v1.Node."""
 
-    def __init__(self, identity: node_pb2.Identity, role: Role, on_job_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        identity: node_pb2.Identity,
+        role: Role,
+        on_job_end: Callable[[], None],
+        coordinator_timeout: float = math.inf,
+    ) -> None:
         self.identity = identity
         self._role = role
         self._on_job_end = on_job_end
+        self._coordinator_timeout = coordinator_timeout
         self._lock = threading.Lock()
         self._attachment = Attachment(identity.name, role.kept_job)
         self._streams = _Streams()
         self._started = time.monotonic()
+        if role.kept_job:
+            self._wait_for_coordinator(role.kept_job, 0)
 
     def hello(self, request: node_pb2.HelloRequest, _context: grpc.ServicerContext) -> node_pb2.HelloReply:
         """The handshake."""
@@ -172,6 +189,23 @@ class NodeService:
                 lost = self._attachment.job == request.job and not self._streams.leaving
             if lost:
                 logger.info("%s is gone; its state is kept for now", request.coordinator.name)
+                self._wait_for_coordinator(request.job, number)
+
+    def _wait_for_coordinator(self, job: int, number: int) -> None:
+        if self._coordinator_timeout < threading.TIMEOUT_MAX:
+            timer = threading.Timer(self._coordinator_timeout, self._give_up, (job, number))
+            timer.daemon = True
+            timer.start()
+
+    def _give_up(self, job: int, number: int) -> None:
+        """Drop the job unless its coordinator has come back since that attachment, or has ended it."""
+        with self._lock:
+            if not self._attachment.is_left(job, number) or self._streams.leaving:
+                return
+            self._attachment.end(job)
+            self._role.job_ended()
+        logger.warning("no coordinator came back within %g s: the job's state is dropped", self._coordinator_timeout)
+        self._on_job_end()
 
     def end_job(self, request: node_pb2.EndJobRequest, _context: grpc.ServicerContext) -> node_pb2.EndJobReply:
         """The coordinator's script has ended."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import signal
 import socket
@@ -53,6 +54,7 @@ class RoleOptions:
     exit_with_parent: bool = False
     share_port: bool = False
     connect_timeout: float = 600.0
+    coordinator_timeout: float = math.inf
     grace: float = GRACE_SECONDS
     log_level: str = "INFO"
 
@@ -82,6 +84,14 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--share-port", is_flag=True, help="Listen on a port that the parent process reserved."),
         click.option(
             "--connect-timeout", default=600.0, show_default=True, help="Seconds to wait for the tasks it needs."
+        ),
+        click.option(
+            "--coordinator-timeout",
+            envvar="PSCLUSTER_COORDINATOR_TIMEOUT",
+            default=math.inf,
+            show_default="for ever",
+            type=click.FloatRange(0, min_open=True),
+            help="Seconds to keep a job for a coordinator that died. Or $PSCLUSTER_COORDINATOR_TIMEOUT.",
         ),
         click.option("--grace", default=GRACE_SECONDS, show_default=True, help="Seconds for what runs to end in."),
         log_level_option,
@@ -157,7 +167,7 @@ class RoleServer:
         options: RoleOptions,
         on_job_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self.node = NodeService(identity, role, on_job_end)
+        self.node = NodeService(identity, role, on_job_end, options.coordinator_timeout)
         self._health = health.HealthServicer(
             experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1)
         )
