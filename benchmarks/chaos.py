@@ -41,6 +41,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 
 from digits import load, loss_and_gradients  # noqa: E402 (of the path above)
 from tests.faults.proxy import Proxy  # noqa: E402
+from tests.faults.steps import starve_once  # noqa: E402
 
 from pscluster.coordinator import (  # noqa: E402
     ClusterCoordinator,
@@ -58,15 +59,31 @@ NUM_PS, NUM_WORKERS, BATCH = 2, 3, 64
 AHEAD = 30  # functions that are scheduled and not done
 LEASE = 2.0
 PATIENCE = 120.0
-WORKER_FAULTS = ("worker killed", "worker frozen", "worker cut off", "two workers killed")
+WORKER_FAULTS = (
+    "worker killed",
+    "worker frozen",
+    "worker cut off",
+    "two workers killed",
+    "worker out of memory",
+    "nothing from a worker",
+    "nothing to a worker",
+    "slow link to a worker",
+    "bad link to a worker",
+)
 PS_FAULTS = (
     "ps killed",
     "all ps killed",
     "ps frozen",
     "ps and worker killed",
     "coordinator cut off from a ps",
+    "nothing from a ps to the coordinator",
+    "nothing to a ps from the coordinator",
+    "slow link of a ps and the coordinator",
+    "bad link of a ps and the coordinator",
     "disk full",
 )
+SLOW = 100_000.0  # bytes/s
+LATE = 0.3  # seconds, at most, for which a bad link keeps a piece
 
 
 class Job:
@@ -75,6 +92,7 @@ class Job:
     def __init__(self, name: str, durability: str, stack: contextlib.ExitStack, folder: Path) -> None:
         self.name = name
         self.disk = folder
+        self.marks = stack.enter_context(tempfile.TemporaryDirectory(prefix="pscluster-marks-"))
         cluster = LocalCluster(
             NUM_PS,
             NUM_WORKERS,
@@ -214,6 +232,7 @@ class Chaos:
     every: float
     rng: random.Random
     strikes: list[Strike] = field(default_factory=list)
+    _deck: list[str] = field(default_factory=list)
 
     def during(self, seconds: float) -> None:
         """While the job runs for so long, a fault every so often."""
@@ -221,7 +240,9 @@ class Chaos:
 
         def strike() -> None:
             while not over.wait(self.every):
-                self.strikes.append(self._one(self.rng.choice(self.kinds)))
+                if not self._deck:  # each kind once, then each again
+                    self._deck = self.rng.sample(self.kinds, len(self.kinds))
+                self.strikes.append(self._one(self._deck.pop()))
 
         thread = threading.Thread(target=strike)
         thread.start()
@@ -264,6 +285,19 @@ class Chaos:
             proxy.part()
             time.sleep(1.0)
             proxy.join()
+        if kind == "worker out of memory":
+            # Where the function runs again, it does nothing.
+            job.coordinator.schedule(starve_once, args=(job.marks, str(len(self.strikes)))).fetch(timeout=PATIENCE)
+        if kind.startswith(("nothing ", "slow link ", "bad link ")):
+            proxy = job.proxies[("ps", server) if " ps " in kind else ("worker", worker)]
+            if kind.startswith("nothing "):
+                proxy.stall(back="from a" in kind)
+            elif kind.startswith("slow"):
+                proxy.slow(SLOW)
+            else:
+                proxy.stutter(LATE, self.rng.randrange(1 << 30))
+            time.sleep(LEASE + 1)
+            proxy.flow()
         if kind == "disk full":
             with contextlib.suppress(OSError), (job.disk / "ballast").open("wb") as file:
                 while True:
@@ -422,10 +456,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="under faults; as long again without")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--short", action="store_true", help="one job, 40 s, a fault every 5 s")
+    parser.add_argument("--short", action="store_true", help="one job, 40 s, a fault every 3 s")
     options = parser.parse_args()
     if options.short:
-        options.seconds, options.every = 40.0, 5.0
+        options.seconds, options.every = 40.0, 3.0
     if options.durability == "none" and options.faults == "all":
         parser.error("without durability the death of a parameter server ends the job: say --faults workers")
     jobs = options.job or (["digits"] if options.short else ["digits", "embedding"])

@@ -1,10 +1,16 @@
-"""A bad network: connections through it can be cut off, or made deaf to answers."""
+"""A bad network: connections through it can be cut off, made deaf to answers, stall in one direction, or be slow.
+
+It works on streams: what is late comes later, in order, and nothing of it is lost. Where packets are to vanish, see
+`namespaces`.
+"""
 
 from __future__ import annotations
 
+import random
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from typing import Self
 
@@ -24,6 +30,10 @@ class Proxy:
         self._deaf = False
         self._part = False
         self._closed = False
+        self._flowing = threading.Condition()
+        self._stalled: set[bool] = set()  # directions; True: back, from the server
+        self._rate = self._longest = 0.0
+        self._random = random.Random(0)
         self.swallowed = 0
         self.forwarded = 0
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
@@ -61,20 +71,58 @@ class Proxy:
                 if back and self._deaf:
                     self.swallowed += len(data)
                     continue
+                self._hold(len(data), back, pair)
                 self.forwarded += len(data)
                 sink.sendall(data)
         self._cut(pair)
+
+    def _hold(self, nbytes: int, back: bool, pair: tuple[socket.socket, socket.socket]) -> None:
+        """Keep so many bytes back for as long as they take."""
+        with self._flowing:
+            until = time.monotonic() + (nbytes / self._rate if self._rate else 0.0)
+            if self._longest and self._random.random() < 0.2:
+                until += self._random.uniform(0.0, self._longest)
+            while pair in self._pairs:
+                left = until - time.monotonic()
+                if back in self._stalled:
+                    self._flowing.wait()
+                elif left > 0 and (self._rate or self._longest):
+                    self._flowing.wait(left)
+                else:
+                    return
 
     def _cut(self, pair: tuple[socket.socket, socket.socket]) -> None:
         with self._lock:
             if pair not in self._pairs:
                 return
             self._pairs.discard(pair)
+        with self._flowing:
+            self._flowing.notify_all()
         for end in pair:
             with suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 end.shutdown(socket.SHUT_RDWR)  # wakes whoever reads from it
             end.close()
+
+    def stall(self, back: bool) -> None:
+        """From now on nothing gets through in one direction: from the server (`back`), or to it. No connection ends."""
+        with self._flowing:
+            self._stalled.add(back)
+
+    def slow(self, rate: float) -> None:
+        """From now on a connection carries so many bytes/s in each direction."""
+        self._rate = rate
+
+    def stutter(self, longest: float, seed: int) -> None:
+        """From now on a fifth of all pieces comes late, up to so many seconds: as where packets are lost."""
+        self._random, self._longest = random.Random(seed), longest
+
+    def flow(self) -> None:
+        """Nothing stalls or is late any more."""
+        with self._flowing:
+            self._stalled.clear()
+            self._rate = self._longest = 0.0
+            self._flowing.notify_all()
 
     def swallow_answers(self) -> None:
         """From now on what the server says is lost."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -75,3 +77,49 @@ def where(number: int) -> tuple[int, int, int]:
 def deadly() -> None:
     """A function that ends every process it runs in."""
     os._exit(13)
+
+
+def exit_hard() -> None:
+    """End this process, with nothing that comes at an end."""
+    os._exit(7)
+
+
+def abort() -> None:
+    """End this process as a failed assertion of a C library does."""
+    os.abort()
+
+
+def segfault() -> None:
+    """End this process as a bad pointer does."""
+    ctypes.string_at(0)
+
+
+def allocate(nbytes: int = 1 << 40) -> int:
+    """Take memory, and use it, until there is no more; or that many bytes: then die, as if the kernel had struck."""
+    taken: list[npt.NDArray[np.uint8]] = []
+    while len(taken) << 24 < nbytes:
+        taken.append(np.ones(1 << 24, np.uint8))
+    die()
+    return len(taken)
+
+
+def starve_once(folder: str, name: str) -> None:
+    """Take much memory and die, if nobody did so under this name before."""
+    if first_time(folder, name):
+        allocate(1 << 26)
+
+
+class Bomb:
+    """What ends the process that loads it, so many times."""
+
+    def __init__(self, folder: str, times: int) -> None:
+        self.folder, self.times = folder, times
+
+    def __reduce__(self) -> tuple[Callable[..., Bomb], tuple[str, int]]:
+        return _loaded, (self.folder, self.times)
+
+
+def _loaded(folder: str, times: int) -> Bomb:
+    for number in range(times):
+        die_once(folder, f"bomb-{number}")
+    return Bomb(folder, times)

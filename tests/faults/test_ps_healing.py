@@ -11,47 +11,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.faults.counting import Counting
 from tests.faults.support import PATIENCE, Job, RawClient, ready, running_job, status, until
 
-from pscluster.coordinator.api import IndexedSlices, Variable, optimizers
+from pscluster.coordinator.api import Variable, optimizers
 from pscluster.core.errors import MisuseError, PSUnavailableError, StaleError
 from pscluster.ps.rules import UpdateRule
 
 FUNCTIONS = 1500
-
-
-class Counting:
-    """Variables that count the functions on both servers: dense, by rows, trained with and without a slot."""
-
-    def __init__(self, job: Job) -> None:
-        with job.strategy.scope():
-            self.dense = Variable(np.zeros((6, 3), np.float64), name="dense")
-            self.sparse = Variable(np.zeros((8, 2), np.int64), name="sparse")
-            self.trained = Variable(np.zeros((4, 5), np.float32), name="trained")
-            self.sgd = optimizers.SGD(learning_rate=1.0)
-        self.all = [self.dense, self.sparse, self.trained]
-
-    def step(self) -> Any:
-        """A function that adds 1 to every element."""
-        dense, sparse, trained = self.all
-        sgd = self.sgd
-
-        def step() -> None:
-            dense.assign_add(np.ones(dense.shape))
-            sparse.scatter_add(IndexedSlices(np.ones(sparse.shape, np.int64), np.arange(len(sparse))))
-            sgd.apply_gradients([(-np.ones(trained.shape, np.float32), trained)])
-
-        return step
-
-    def counts(self) -> dict[str, list[int]]:
-        """By variable, what each shard has counted: the same on all of its elements."""
-        found: dict[str, list[int]] = {}
-        for variable in self.all:
-            for shard in variable.variables:
-                values = set(shard.numpy().reshape(-1).tolist())
-                assert len(values) == 1, f"{shard.name} holds a torn update: {values}"
-                found.setdefault(variable.name, []).append(int(values.pop()))
-        return found
 
 
 def kill(job: Job, *servers: int) -> None:
@@ -84,7 +51,7 @@ def during(job: Job, step: Any, functions: int, kills: list[tuple[int, ...]]) ->
 def test_a_log_loses_nothing() -> None:
     """Any server, the other, and all of them at once: every function counts once on every element."""
     with running_job(num_ps=2, num_workers=2, shards=2, durability="log") as job:
-        counting = Counting(job)
+        counting = Counting(job.strategy)
         during(job, counting.step(), FUNCTIONS, [(0,), (1,), (0, 1)])
         assert counting.counts() == {name: [FUNCTIONS] * 2 for name in ("dense", "sparse", "trained")}
         assert counting.sgd.iterations == FUNCTIONS
@@ -96,7 +63,7 @@ def test_snapshots_lose_what_they_say() -> None:
     """What is missing at the end is what was reported, but for the updates in flight at a death."""
     workers = 2
     with running_job(num_ps=2, num_workers=workers, shards=2, durability="snapshot") as job:
-        counting = Counting(job)
+        counting = Counting(job.strategy)
         during(job, counting.step(), FUNCTIONS, [(1,), (0, 1)])
         counts, lost = counting.counts(), job.strategy.lost_updates()
         for name, shards in counts.items():
@@ -162,7 +129,7 @@ def test_it_learns_what_was_closed_and_finished_before_it_serves() -> None:
 def test_a_stop_in_order_loses_nothing_even_with_snapshots() -> None:
     """SIGTERM saves the state last: a server can be exchanged while functions run."""
     with running_job(num_ps=2, num_workers=2, shards=2, durability="snapshot") as job:
-        counting = Counting(job)
+        counting = Counting(job.strategy)
         values = [job.coordinator.schedule(counting.step()) for _ in range(FUNCTIONS)]
         until(lambda: ready(values) >= FUNCTIONS // 3, "a third is done", job.coordinator.describe)
         job.cluster.kill("ps", 1, signal.SIGTERM)

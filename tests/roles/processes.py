@@ -147,7 +147,10 @@ def until(condition: Callable[[], bool], what: str) -> None:
 class Process:
     """A process and the lines it has written, on standard output and standard error alike."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, stdin: int = subprocess.DEVNULL
+    ) -> None:
+        """Start it. With a pipe for `stdin`, it sees the end of it when this process is gone, however it went."""
         self.command = list(command)
         self._changed = threading.Condition()
         self._lines: list[str] = []
@@ -156,7 +159,7 @@ class Process:
             self.command,
             env=dict(env),
             cwd=cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -232,8 +235,9 @@ class Process:
                 os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait(PATIENCE)
         self._reader.join(PATIENCE)
-        assert self._popen.stdout is not None
-        self._popen.stdout.close()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 class Roles:

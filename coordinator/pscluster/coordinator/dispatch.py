@@ -523,7 +523,7 @@ class Dispatcher:
             connection = await self._connect(index, link)
             with self._changed:
                 self._scheduler.worker_up(index)
-            link.up, link.restarts = True, link.restarts + 1
+            link.up, link.restarts, link.heard = True, link.restarts + 1, time.monotonic()
             if link.restarts:
                 logger.warning("%s is back", link.peer)
             try:
@@ -704,7 +704,7 @@ class Dispatcher:
                     await self._define(link, connection, each)
             except (grpc.RpcError, MisuseError, TypeError) as error:
                 failure = from_rpc(error, str(link.peer)) if isinstance(error, grpc.RpcError) else error
-                if isinstance(failure, UnavailableError | StaleError):
+                if _is_of_link(failure):
                     raise
                 # What was taken behind it goes back, and is taken anew.
                 self._fail(index, task.id, failure)
@@ -767,7 +767,7 @@ class Dispatcher:
                 await connection.upload(worker_pb2.UploadRequest(resource=recipe.message))
             except (grpc.RpcError, MisuseError, TypeError) as error:
                 failure = from_rpc(error, str(link.peer)) if isinstance(error, grpc.RpcError) else error
-                if isinstance(failure, UnavailableError | StaleError):
+                if _is_of_link(failure):
                     raise
                 self._resources.pop(number, None)
                 self._abort(self._not_begun(recipe.function, link.peer.index, 0, failure), final=False)
@@ -1004,6 +1004,11 @@ class Dispatcher:
                 logger.debug("%s does not know which functions have ended: %s", server.peer, error)
             else:
                 untold.remove(intervals)
+
+
+def _is_of_link(failure: Exception) -> bool:
+    """The worker is gone, or this attachment to it: not that it says that a parameter server is out of its reach."""
+    return isinstance(failure, UnavailableError | StaleError) and not isinstance(failure, PSUnavailableError)
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -246,7 +246,10 @@ class WorkerConnection:
         self._channel = _open(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
         self._worker = Stub(self._channel, WORKER_SERVICE)
+        # Of its own: behind megabytes of arguments that a slow link has still to carry, no question would be answered.
+        self._heart = _open(peer)
         self._attached: Any = None
+        self._unloaded = _UNLOADED_SECONDS
         self._steps_channel = open_channel(peer.address)
         self._stream: Stream | None = None
         loop = asyncio.get_running_loop()
@@ -256,6 +259,7 @@ class WorkerConnection:
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
         """Take the worker, and open the stream of steps."""
+        self._unloaded = _UNLOADED_SECONDS + request.ps_timeout  # what is loaded may have to wait for a server
         self._attached = self._node.attach(request, metadata=self._metadata)
         event = await self._attached.read()
         if event is grpc.aio.EOF:
@@ -298,13 +302,12 @@ class WorkerConnection:
         """Return, in words, when the worker has not answered for so many seconds: it is frozen, or cut off."""
         if lease == math.inf:
             await asyncio.Event().wait()
+        heart = Stub(self._heart, NODE_SERVICE)
         heard = time.monotonic()
         while (silent := time.monotonic() - heard) < lease:
             asked = time.monotonic()
             try:
-                await self._node.status(
-                    node_pb2.StatusRequest(), metadata=self._metadata, timeout=max(lease - silent, 0.1)
-                )
+                await heart.status(node_pb2.StatusRequest(), metadata=self._metadata, timeout=max(lease - silent, 0.1))
                 heard = time.monotonic()
             except grpc.RpcError as error:
                 if error.code() not in RETRYABLE:
@@ -338,7 +341,7 @@ class WorkerConnection:
                 head.last = True
                 yield pack(head)
 
-        reply = await self._worker.upload(frames(), metadata=self._metadata, timeout=_UNLOADED_SECONDS)
+        reply = await self._worker.upload(frames(), metadata=self._metadata, timeout=self._unloaded)
         unresolved: str = reply.unresolved
         return unresolved
 
@@ -375,4 +378,4 @@ class WorkerConnection:
         self._steps_channel.close()  # with all that its thread may wait for
         if self._stream is not None:
             await asyncio.wait((self.ended,))
-        await self._channel.close()
+        await asyncio.gather(self._channel.close(), self._heart.close())

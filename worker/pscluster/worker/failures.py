@@ -135,6 +135,8 @@ def _instance(failure: worker_pb2.Failure, args: tuple[Any, ...]) -> FunctionErr
         combined = _combined(original)
         # Of the built-in base, so that the user's __new__ does not run.
         base = next(base for base in original.__mro__ if base.__module__ == "builtins")
+        if base is MemoryError:
+            base = Exception  # MemoryError has a __new__ of its own, which adds nothing and refuses to be used here
         error = base.__new__(combined, *args)
         assert isinstance(error, FunctionError), "every combined class is one"
         _init_builtin(base, error, args)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pscluster.core.context import FunctionContext, running
 from pscluster.core.definitions import resolve
-from pscluster.core.errors import ProtocolError, StaleError
+from pscluster.core.errors import ProtocolError, PSUnavailableError, StaleError, UnavailableError
 from pscluster.core.frames import Buffer
 from pscluster.core.handles import Handle
 from pscluster.ps.client import PsClient
@@ -60,10 +60,13 @@ class Job:
         self._client.close()
 
     def client(self) -> PsClient:
-        """The parameter servers' client, connected."""
+        """The parameter servers' client, connected. PSUnavailableError if one is out of reach for too long."""
         with self._connecting:
             if not self._connected:
-                self._client.connect(self._connect_timeout, self.closed)
+                try:
+                    self._client.connect(self._connect_timeout, self.closed)
+                except UnavailableError as error:
+                    raise PSUnavailableError(str(error)) from None
                 self._connected = True
         return self._client
 

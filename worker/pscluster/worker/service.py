@@ -62,7 +62,8 @@ class WorkerRole(Role):
             num_workers=request.num_workers,
             seed=request.seed,
             client=self._make_client(request, incarnation),
-            connect_timeout=self._connect_timeout,
+            # The coordinator has all servers: one that is not in reach of this worker is gone, as at any later call.
+            connect_timeout=request.ps_timeout or self._connect_timeout,
         )
         self._replace(job)
         return incarnation

@@ -1,0 +1,43 @@
+"""Variables whose right values are known exactly, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pscluster.coordinator.api import IndexedSlices, ParameterServerStrategy, Variable, optimizers
+
+
+class Counting:
+    """Variables that count the functions on every server: dense, by rows, trained with and without a slot."""
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            self.dense = Variable(np.zeros((6, 3), np.float64), name="dense")
+            self.sparse = Variable(np.zeros((8, 2), np.int64), name="sparse")
+            self.trained = Variable(np.zeros((4, 5), np.float32), name="trained")
+            self.sgd = optimizers.SGD(learning_rate=1.0)
+        self.all = [self.dense, self.sparse, self.trained]
+
+    def step(self) -> Any:
+        """A function that adds 1 to every element."""
+        dense, sparse, trained = self.all
+        sgd = self.sgd
+
+        def step() -> None:
+            dense.assign_add(np.ones(dense.shape))
+            sparse.scatter_add(IndexedSlices(np.ones(sparse.shape, np.int64), np.arange(len(sparse))))
+            sgd.apply_gradients([(-np.ones(trained.shape, np.float32), trained)])
+
+        return step
+
+    def counts(self) -> dict[str, list[int]]:
+        """By variable, what each shard has counted: the same on all of its elements."""
+        found: dict[str, list[int]] = {}
+        for variable in self.all:
+            for shard in variable.variables:
+                values = set(shard.numpy().reshape(-1).tolist())
+                assert len(values) == 1, f"{shard.name} holds a torn update: {values}"
+                found.setdefault(variable.name, []).append(int(values.pop()))
+        return found

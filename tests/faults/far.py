@@ -1,0 +1,102 @@
+"""A cluster whose roles are in network namespaces, and jobs on it: what the tests of cut links share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.counting import Counting
+from tests.faults.namespaces import Network
+from tests.faults.support import PATIENCE, quiet, ready, until
+from tests.roles.processes import Process, environ, tf_config
+
+from pscluster.coordinator.api import (
+    ClusterCoordinator,
+    ClusterSpec,
+    ParameterServerStrategy,
+    RemoteValue,
+    SimpleClusterResolver,
+)
+from pscluster.coordinator.partitioners import FixedShardsPartitioner
+from pscluster.core.tokens import new_token
+
+PORT = 12_345
+
+
+@dataclass(frozen=True)
+class FarCluster:
+    """Roles that run, each in a place of the network that is called by its name, such as "worker1"."""
+
+    network: Network
+    addresses: dict[str, list[str]]
+    processes: dict[str, Process]
+    token: str
+
+
+@contextmanager
+def far_cluster(folder: Path, num_ps: int, num_workers: int) -> Iterator[FarCluster]:
+    """Start them; afterwards neither a process nor a namespace is left."""
+    tasks = [("ps", index) for index in range(num_ps)] + [("worker", index) for index in range(num_workers)]
+    with ExitStack() as stack:
+        network = stack.enter_context(Network([f"{role}{index}" for role, index in tasks]))
+        addresses: dict[str, list[str]] = {}
+        for role, index in tasks:
+            addresses.setdefault(role, []).append(f"{network.address(f'{role}{index}')}:{PORT}")
+        cluster = FarCluster(network, addresses, {}, new_token())
+        env = {"PSCLUSTER_TOKEN": cluster.token, "PSCLUSTER_STATE_DIR": str(folder / "state")}
+        for role, index in tasks:
+            place = f"{role}{index}"
+            cluster.processes[place] = stack.enter_context(
+                Process(
+                    [*network.command(place), sys.executable, "-m", f"pscluster.{role}", "--exit-with-parent"],
+                    environ(tf_config(addresses, role, index), **env),
+                    folder,
+                    stdin=subprocess.PIPE,
+                )
+            )
+        yield cluster
+
+
+@dataclass(frozen=True)
+class FarJob:
+    """A job of this process, on that cluster."""
+
+    network: Network
+    strategy: ParameterServerStrategy
+    coordinator: ClusterCoordinator
+    counting: Counting
+
+    def run_until(self, values: list[RemoteValue], count: int) -> None:
+        """Wait until so many of them are there; raises what made one fail."""
+        until(
+            lambda: ready(values) >= count or (self.coordinator.done() and ready(values) >= count),
+            f"{count} functions are done",
+            self.coordinator.explain,
+        )
+
+    def until_up(self, count: int) -> None:
+        """Wait until exactly so many workers take functions."""
+        until(lambda: self.coordinator.workers_up == count, f"{count} workers are up", self.coordinator.explain)
+
+
+@contextmanager
+def far_job(cluster: FarCluster, *, worker_lease: float = 30.0, ps_timeout: float = PATIENCE) -> Iterator[FarJob]:
+    """A job of its own; behind it the network is whole."""
+    with quiet("pscluster.coordinator", 50):  # what is out of reach here is so on purpose
+        strategy = ParameterServerStrategy(
+            SimpleClusterResolver(ClusterSpec(cluster.addresses)),
+            FixedShardsPartitioner(len(cluster.addresses["ps"])),
+            token=cluster.token,
+            connect_timeout=PATIENCE,
+            ps_timeout=ps_timeout,
+        )
+        try:
+            coordinator = ClusterCoordinator(strategy, worker_lease=worker_lease)
+            yield FarJob(cluster.network, strategy, coordinator, Counting(strategy))
+        finally:
+            cluster.network.heal()
+            strategy.close()

@@ -1,0 +1,214 @@
+"""Roles in network namespaces of their own, joined by a router whose links can be cut, lose packets, or be slow.
+
+What a proxy can't do: packets vanish without a word. No reset ever comes, and a connection stays half open until
+somebody's patience ends. Nothing leaves this machine.
+
+    coordinator (where the tests run)  10.N.0.2 --+
+    first role                         10.N.1.2 --+-- router: one namespace; its FORWARD chain drops what is cut
+    second role                        10.N.2.2 --+
+
+It takes root (CAP_NET_ADMIN and CAP_SYS_ADMIN), `ip`, `iptables` and, for slow links, `tc`. Namespaces carry the
+process id of who made them. What a process that was killed has left is removed by the next one that makes some.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+COORDINATOR = "coordinator"
+"""The name of the place where this process is."""
+
+_PREFIX = "pscluster-test-"
+_serial = itertools.count()
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def _namespaces() -> list[tuple[int, str]]:
+    """Ours and those of others like us: who made it, and its name."""
+    found = re.findall(rf"^({_PREFIX}(\d+)-\S+)", _run("ip", "netns", "list"), re.MULTILINE)
+    return [(int(pid), name) for name, pid in found]
+
+
+def _remove(name: str) -> None:
+    """A namespace and whatever runs in it."""
+    with suppress(OSError):
+        for pid in _run("ip", "netns", "pids", name).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    with suppress(OSError):
+        _run("ip", "netns", "delete", name)
+
+
+def remove_leftovers() -> None:
+    """What processes that live no more have left, with the processes in it."""
+    for pid, name in _namespaces():
+        if not _lives(pid):
+            _remove(name)
+
+
+@cache
+def missing() -> str:
+    """Why there can be no network here; empty: there can."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", "iptables", "tc"):
+        if shutil.which(tool) is None:
+            return f"network namespaces need `{tool}`, which is not installed"
+    try:
+        with Network(["trial"]) as network:
+            network.cut("trial", COORDINATOR)
+            network.lossy("trial", COORDINATOR, 0.5)
+            network.slow("trial", 1000)
+            network.heal()
+    except OSError as error:
+        return f"network namespaces can't be had: {error}"
+    return ""
+
+
+class Network:
+    """Places, each a namespace of its own but for the coordinator's; a context manager."""
+
+    def __init__(self, places: Sequence[str]) -> None:
+        """Nothing is made before `with`."""
+        self._key = f"{_PREFIX}{os.getpid()}-{next(_serial)}"
+        self._router = f"{self._key}-router"
+        self._outer = f"psc{self._key.removeprefix(_PREFIX)}"  # of at most 15 characters
+        self._number = {name: number for number, name in enumerate([COORDINATOR, *places])}
+        self._slow: set[str] = set()
+        self._net = 0
+
+    def address(self, place: str) -> str:
+        """The host there."""
+        return f"10.{self._net}.{self._number[place]}.2"
+
+    def command(self, place: str) -> list[str]:
+        """What to put before a command that is to run there."""
+        return [] if place == COORDINATOR else ["ip", "netns", "exec", self._name(place)]
+
+    def cut(self, one: str, other: str) -> None:
+        """From now on nothing goes between the two, in either direction."""
+        self.cut_one_way(one, other)
+        self.cut_one_way(other, one)
+
+    def cut_one_way(self, sender: str, receiver: str) -> None:
+        """From now on nothing comes from the one to the other."""
+        self._forward(sender, receiver)
+
+    def lossy(self, one: str, other: str, share: float) -> None:
+        """From now on this share of all packets between the two is lost, by chance."""
+        for sender, receiver in ((one, other), (other, one)):
+            self._forward(sender, receiver, "-m", "statistic", "--mode", "random", "--probability", f"{share:.3f}")
+
+    def slow(self, place: str, kbit: int) -> None:
+        """From now on what comes and what goes there takes its time: so many kbit/s each."""
+        number = self._number[place]
+        self._slow.add(place)
+        limit = ("root", "tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", "200ms")
+        _run(*self._in(self._router), "tc", "qdisc", "replace", "dev", f"to{number}", *limit)
+        _run(*self.command(place), "tc", "qdisc", "replace", "dev", "eth0", *limit)
+
+    def heal(self) -> None:
+        """Everything is as at the beginning."""
+        _run(*self._in(self._router), "iptables", "-w", "-F", "FORWARD")
+        for place in list(self._slow):
+            _run(*self._in(self._router), "tc", "qdisc", "delete", "dev", f"to{self._number[place]}", "root")
+            _run(*self.command(place), "tc", "qdisc", "delete", "dev", "eth0", "root")
+            self._slow.discard(place)
+
+    def dropped(self) -> int:
+        """How many packets were lost since it last was healed."""
+        lines = _run(*self._in(self._router), "iptables", "-w", "-L", "FORWARD", "-v", "-n", "-x").splitlines()
+        return sum(int(line.split()[0]) for line in lines if " DROP " in line)
+
+    def _forward(self, sender: str, receiver: str, *which: str) -> None:
+        rule = ("-s", self.address(sender), "-d", self.address(receiver), *which, "-j", "DROP")
+        _run(*self._in(self._router), "iptables", "-w", "-A", "FORWARD", *rule)
+
+    def _name(self, place: str) -> str:
+        return f"{self._key}-{place}"
+
+    @staticmethod
+    def _in(namespace: str) -> list[str]:
+        return ["ip", "netns", "exec", namespace]
+
+    def __enter__(self) -> Network:
+        remove_leftovers()
+        self._net = _free_net()
+        try:
+            self._make()
+        except BaseException:
+            self._unmake()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._unmake()
+
+    def _unmake(self) -> None:
+        with suppress(OSError):  # where it was never made; or the router went first
+            _run("ip", "link", "delete", self._outer)
+        for _, name in _namespaces():
+            if name.startswith(f"{self._key}-"):
+                _remove(name)
+
+    def _make(self) -> None:
+        _run("ip", "netns", "add", self._router)
+        _run(*self._in(self._router), "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+        for place, number in self._number.items():
+            router = f"10.{self._net}.{number}.1"
+            link = ("ip", "-n", self._router, "link", "add", f"to{number}", "type", "veth", "peer", "name")
+            if place == COORDINATOR:
+                # Into the namespace where this runs, which has no name: by a process of it.
+                _run(*link, self._outer)
+                _run("ip", "-n", self._router, "link", "set", self._outer, "netns", str(os.getpid()))
+                inner, device = ["ip"], self._outer
+            else:
+                name = self._name(place)
+                _run("ip", "netns", "add", name)
+                _run(*link, "eth0", "netns", name)
+                inner, device = ["ip", "-n", name], "eth0"
+                _run(*inner, "link", "set", "lo", "up")
+            _run("ip", "-n", self._router, "address", "add", f"{router}/24", "dev", f"to{number}")
+            _run("ip", "-n", self._router, "link", "set", f"to{number}", "up")
+            _run(*inner, "address", "add", f"{self.address(place)}/24", "dev", device)
+            _run(*inner, "link", "set", device, "up")
+            _run(*inner, "route", "add", f"10.{self._net}.0.0/16", "via", router)
+
+
+def _free_net() -> int:
+    """N, so that nothing here has a route to any of 10.N.0.0/16."""
+    routes = json.loads(_run("ip", "-json", "-4", "route", "show"))
+    taken = [ipaddress.ip_network(route["dst"], strict=False) for route in routes if route["dst"] != "default"]
+    for step in range(254):
+        number = 1 + (os.getpid() + step) % 254
+        if not any(ipaddress.ip_network(f"10.{number}.0.0/16").overlaps(net) for net in taken):
+            return number
+    raise OSError("no network of 10.0.0.0/8 is free")
+
+
+@contextmanager
+def network(*places: str) -> Iterator[Network]:
+    """A network of these places and the coordinator's; gone behind the block."""
+    with Network(places) as made:
+        yield made
