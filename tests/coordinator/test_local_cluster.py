@@ -614,8 +614,8 @@ def test_run_without_a_script(house: House, capsys: pytest.CaptureFixture[str]) 
 
 _WAITS = """
     import os, signal, sys
-    open(os.environ["DIARY"], "a").write("script waits\\n")
     try:
+        open(os.environ["DIARY"], "a").write("script waits\\n")
         signal.pause()
     finally:
         open(os.environ["DIARY"], "a").write("script ends\\n")
