@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import threading
 import time
@@ -90,6 +91,7 @@ class ClusterCoordinator:
         *,
         timeout: float | None = None,
         retries: int = 0,
+        key: str = "",
     ) -> RemoteValue:
         """Queue a function for some worker, and return its result-to-be.
 
@@ -109,8 +111,12 @@ class ClusterCoordinator:
                 again when it has ended. Without one it may run for ever.
             retries: how often it is run again when it raises, or runs too long. Updates of a run that failed count
                 once: the next run's are the same ones.
+            key: names this piece of the work, whoever schedules it, such as `f"epoch {epoch}, rows {a}-{b}"`. What ran
+                under this key counts once with any repetition, also if the coordinator died and the next one schedules
+                it again. The servers remember that until `forget_keys`.
 
         Raises:
+            MisuseError: a function with this key is scheduled and has not ended.
             ValueError: `retries` is less than 0, or `timeout` is not above 0.
             TypeError: `fn` is not callable, or something in the arguments can't be sent: its path is named.
             FunctionError: an earlier function failed; this one has not been scheduled.
@@ -130,11 +136,21 @@ class ClusterCoordinator:
             raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0, or None")
         function = self._capture(fn)
         result = RemoteValue(function.name, self._handle_of)
-        call = Call(function, weakref.ref(result), retries=retries, timeout=timeout)
+        call = Call(function, weakref.ref(result), retries=retries, timeout=timeout, key=_number_of(key))
         if args or kwargs:
             self._encode(call, args or (), dict(kwargs or {}))
-        self._dispatcher.submit(call)
+        self._dispatcher.submit(call, key)
         return result
+
+    def forget_keys(self, keys: Iterable[str]) -> None:
+        """Say that functions with these keys will never be scheduled again, so that the servers need not remember them.
+
+        The place for it is behind a `save_progress` that says that these are done. Forgotten before that, what they did
+        could count twice. Returns at once; the servers are told within seconds.
+        """
+        if isinstance(keys, str):
+            raise TypeError("forget_keys takes several keys: write forget_keys([key])")
+        self._dispatcher.forget([_number_of(key) for key in keys])
 
     def _encode(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Put the arguments, as they are now, into a call."""
@@ -273,3 +289,11 @@ class ClusterCoordinator:
         if name not in known:
             known[name] = capture(fn)
         return known[name]
+
+
+def _number_of(key: str) -> int:
+    """What the servers know a key by; 0: none. Two keys share one as seldom as two of 2**64 random numbers do."""
+    if not isinstance(key, str):
+        raise TypeError(f"a key is a string, not a {type(key).__name__}")
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1 if key else 0

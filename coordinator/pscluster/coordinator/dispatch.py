@@ -118,6 +118,7 @@ class Call:
     retries: int = 0  # how often it may raise and is run again
     timeout: float | None = None  # seconds that it may run, each time
     failures: int = 0
+    key: int = 0  # its name in the work, for the servers; 0: it has none
 
     @property
     def size(self) -> int:
@@ -197,12 +198,19 @@ class Dispatcher:
         self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
         self._paused = 0
+        self._keys: set[int] = set()  # of functions that are scheduled and have not ended
+        self._forgotten = [set[int]() for _ in servers]  # keys that each server has not been told of yet
         self._timed = asyncio.Event()  # some functions have a timeout
         self._jobs: list[asyncio.Task[None]] = []
 
     # On users' threads
 
-    def submit(self, call: Call) -> None:
+    def forget(self, keys: Iterable[int]) -> None:
+        """Functions with these keys will not be scheduled again: let the servers forget what they did."""
+        for each in self._forgotten:
+            each.update(keys)
+
+    def submit(self, call: Call, key: str = "") -> None:
         """Enter a function. Blocks while the queue is full; raises the pending error, or that of the cluster."""
         blockers = list(call.remote.values())
         if (size := call.size) > MAX_INLINE_BYTES:
@@ -220,6 +228,10 @@ class Dispatcher:
             for value in blockers:
                 if value._error is not None:
                     raise CancelledError(f"an argument has no value: {value!r}") from value._error
+            if call.key in self._keys:
+                raise MisuseError(
+                    f"a function with the key {key!r} is scheduled and has not ended: a key names one piece of work"
+                )
             task = Task(call, len(pending), size)
             if call.timeout is not None and not self._timed.is_set():
                 self._loop.call_soon_threadsafe(self._timed.set)
@@ -233,6 +245,8 @@ class Dispatcher:
                     value.dependents = []
                 value.dependents.append(task)
             self._scheduler.add(task)
+            if call.key:
+                self._keys.add(call.key)
             if free is not None and not self._hand_over(free):
                 self._ask_to_wake()
 
@@ -436,7 +450,10 @@ class Dispatcher:
         jobs = [self._serve_worker(index) for index in range(len(self._links))]
         jobs += [self._watch_server(server) for server in self._servers]
         told = [IntervalSet() for _ in self._servers]
-        jobs += [self._tell_finished(server, untold) for server, untold in zip(self._servers, told, strict=True)]
+        jobs += [
+            self._tell_finished(server, untold, keys)
+            for server, untold, keys in zip(self._servers, told, self._forgotten, strict=True)
+        ]
         jobs += [self._collect_finished(told), self._warn_when_quiet(), self._watch_timeouts()]
         self._jobs = [asyncio.create_task(self._supervised(job)) for job in jobs]
 
@@ -841,6 +858,7 @@ class Dispatcher:
 
     def _set_value(self, task: Task[Call], outcome: Outcome, buffers: Sequence[Buffer]) -> bool:
         """Under the lock. True if another task waited for the value."""
+        self._keys.discard(task.payload.key)
         value = task.payload.result()
         if value is None:
             return False
@@ -900,6 +918,7 @@ class Dispatcher:
         self._recall(recalls)
 
     def _set_error(self, task: Task[Call], error: Exception, status: RemoteValueStatus) -> None:
+        self._keys.discard(task.payload.key)
         value = task.payload.result()
         if value is not None:
             value.dependents = None
@@ -992,18 +1011,20 @@ class Dispatcher:
                 for each in untold:
                     each.add(start, stop)
 
-    async def _tell_finished(self, server: PsLink, untold: IntervalSet) -> None:
+    async def _tell_finished(self, server: PsLink, untold: IntervalSet, forgotten: set[int]) -> None:
         """Each server for itself: one that is gone keeps nobody else waiting."""
         while True:
             await asyncio.sleep(FINISH_SECONDS)
-            if not (intervals := list(untold)):
+            intervals, keys = list(untold), list(forgotten)
+            if not intervals and not keys:
                 continue
             try:
-                await server.finish_functions(intervals)
+                await server.finish_functions(intervals, keys)
             except PsClusterError as error:  # a server that is lost is noticed elsewhere
                 logger.debug("%s does not know which functions have ended: %s", server.peer, error)
             else:
                 untold.remove(intervals)
+                forgotten.difference_update(keys)
 
 
 def _is_of_link(failure: Exception) -> bool:
@@ -1058,6 +1079,7 @@ def _step(task: Task[Call], attempt: int) -> worker_pb2.Step:
         definition=call.function.digest,
         arguments=call.arguments,
         want_result=call.result() is not None,
+        key=call.key,
     )
 
 

@@ -171,14 +171,15 @@ class PsLink:
         request = ps_pb2.CloseIncarnationRequest(job=self._request.job, incarnation=incarnation)
         await self._repeated(lambda: self._ps.close_incarnation(request, metadata=self._metadata, timeout=CALL_SECONDS))
 
-    async def finish_functions(self, intervals: Sequence[tuple[int, int]]) -> None:
-        """These functions have ended."""
+    async def finish_functions(self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = ()) -> None:
+        """These functions have ended, and those with these keys will not be run again."""
         for start, stop in intervals:
             self._finished.add(start, stop)
         request = ps_pb2.FinishFunctionsRequest(
             job=self._request.job,
             starts=[start for start, _ in intervals],
             stops=[stop for _, stop in intervals],
+            keys=keys,
         )
         await self._repeated(lambda: self._ps.finish_functions(request, metadata=self._metadata, timeout=CALL_SECONDS))
 

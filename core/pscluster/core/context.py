@@ -18,8 +18,9 @@ from pscluster.core.errors import FunctionCancelled
 class FunctionContext:
     """What a library call needs to know of the function it runs in."""
 
-    def __init__(self, *, function: int, attempt: int, worker_index: int, num_workers: int) -> None:
+    def __init__(self, *, function: int, attempt: int, worker_index: int, num_workers: int, key: int = 0) -> None:
         self.function = function
+        self.key = key
         self.attempt = attempt
         self.worker_index = worker_index
         self.num_workers = num_workers

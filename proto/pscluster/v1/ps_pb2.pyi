@@ -170,20 +170,22 @@ class UpdateItem(_message.Message):
     def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
-    __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items")
+    __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items", "key")
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     job: int
     incarnation: int
     function: int
     sequence: int
     settled: int
     items: _containers.RepeatedCompositeFieldContainer[UpdateItem]
-    def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ..., function: _Optional[int] = ..., sequence: _Optional[int] = ..., settled: _Optional[int] = ..., items: _Optional[_Iterable[_Union[UpdateItem, _Mapping]]] = ...) -> None: ...
+    key: int
+    def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ..., function: _Optional[int] = ..., sequence: _Optional[int] = ..., settled: _Optional[int] = ..., items: _Optional[_Iterable[_Union[UpdateItem, _Mapping]]] = ..., key: _Optional[int] = ...) -> None: ...
 
 class UpdateReply(_message.Message):
     __slots__ = ("applied", "repeated_", "updates", "life")
@@ -322,14 +324,16 @@ class CloseIncarnationReply(_message.Message):
     def __init__(self) -> None: ...
 
 class FinishFunctionsRequest(_message.Message):
-    __slots__ = ("job", "starts", "stops")
+    __slots__ = ("job", "starts", "stops", "keys")
     JOB_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     job: int
     starts: _containers.RepeatedScalarFieldContainer[int]
     stops: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ...) -> None: ...
+    keys: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., keys: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FinishFunctionsReply(_message.Message):
     __slots__ = ()

@@ -27,16 +27,18 @@ class SavedArray(_message.Message):
     def __init__(self, name: _Optional[str] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., crc32: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SavedKeys(_message.Message):
-    __slots__ = ("function", "incarnation", "sequence", "nth")
+    __slots__ = ("function", "incarnation", "sequence", "nth", "key")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NTH_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     function: int
     incarnation: int
     sequence: int
     nth: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, function: _Optional[int] = ..., incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., nth: _Optional[_Iterable[int]] = ...) -> None: ...
+    key: int
+    def __init__(self, function: _Optional[int] = ..., incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., nth: _Optional[_Iterable[int]] = ..., key: _Optional[int] = ...) -> None: ...
 
 class SavedShard(_message.Message):
     __slots__ = ("variable", "shard", "updates", "steps", "arrays", "keys")

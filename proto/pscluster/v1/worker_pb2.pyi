@@ -56,18 +56,20 @@ class UploadReply(_message.Message):
     def __init__(self, unresolved: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("function", "definition", "attempt", "arguments", "want_result")
+    __slots__ = ("function", "definition", "attempt", "arguments", "want_result", "key")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     DEFINITION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     WANT_RESULT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     function: int
     definition: str
     attempt: int
     arguments: _value_pb2.Value
     want_result: bool
-    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ...) -> None: ...
+    key: int
+    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
     __slots__ = ("incarnation", "position", "steps")

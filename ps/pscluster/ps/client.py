@@ -456,6 +456,7 @@ class PsClient:
                         job=self.job,
                         incarnation=self.incarnation,
                         function=function.function if function is not None else 0,
+                        key=function.key if function is not None else 0,
                         sequence=number,
                         settled=settled,
                         items=[part.item for part in mine],

@@ -1,11 +1,13 @@
 """Which updates a server has applied: the memory behind "applied once". Pure; its owner serialises the calls.
 
 A key is (function, variable, shard, n-th update of it) inside a scheduled function, and (client, sequence,
-variable, shard, n-th) outside of one. Facts that arrive, and what each allows to forget:
+variable, shard, n-th) outside of one. A function that the user has given a key goes by that in place of its number,
+which begins anew with every coordinator. Facts that arrive, and what each allows to forget:
 
     record(key)         after its effect, under the same shard lock: a repetition finds it and changes nothing
     finish(functions)   these have ended: their keys go, later updates of theirs are refused
     settled(client, n)  the client has an answer to all before n: those keys go
+    forget(keys)        nobody will run functions with these keys again
     close(incarnation)  the worker (or client) is gone: its updates are refused from now on
 
 So memory holds the keys of functions in flight, a few intervals, and one number an incarnation.
@@ -68,6 +70,7 @@ class Origin:
     incarnation: int
     function: int
     sequence: int
+    key: int = 0
 
 
 _Keys = dict[tuple[int, int], set[int]]
@@ -87,6 +90,7 @@ class Ledger:
         self._closed: set[int] = set()
         self._finished = IntervalSet()
         self._functions: dict[int, _Keys] = {}
+        self._keyed: dict[int, _Keys] = {}
         self._clients: dict[int, _Client] = {}
 
     def admit(self, origin: Origin) -> None:
@@ -105,7 +109,9 @@ class Ledger:
 
     def seen(self, origin: Origin, variable: int, shard: int, nth: int) -> bool:
         """Was this update applied?"""
-        if origin.function:
+        if origin.key:
+            keys = self._keyed.get(origin.key)
+        elif origin.function:
             keys = self._functions.get(origin.function)
         else:
             client = self._clients.get(origin.incarnation)
@@ -114,7 +120,9 @@ class Ledger:
 
     def record(self, origin: Origin, variable: int, shard: int, nth: int) -> None:
         """This update has been applied."""
-        if origin.function:
+        if origin.key:
+            keys = self._keyed.setdefault(origin.key, {})
+        elif origin.function:
             keys = self._functions.setdefault(origin.function, {})
         elif origin.incarnation in self._closed:  # while it was being applied: nobody can repeat it
             return
@@ -140,8 +148,18 @@ class Ledger:
         for function in [number for number in self._functions if number in self._finished]:
             del self._functions[function]
 
+    def forget(self, keys: Iterable[int]) -> None:
+        """Nobody will run functions with these keys again."""
+        for key in keys:
+            self._keyed.pop(key, None)
+
+    def forget_keys_of(self, variable: int, shard: int) -> None:
+        """The shard has other values: what functions with keys did to those before is to be done again."""
+        for keys in self._keyed.values():
+            keys.pop((variable, shard), None)
+
     def forget_functions(self) -> None:
-        """Their numbers begin anew: whoever worked under the old ones is refused elsewhere."""
+        """Their numbers begin anew: whoever worked under the old ones is refused elsewhere. Those with a key stay."""
         self._finished, self._functions = IntervalSet(), {}
 
     def close(self, incarnation: int) -> None:
@@ -153,7 +171,8 @@ class Ledger:
     def remembered(self) -> int:
         """How many keys are held."""
         requests = [keys for client in self._clients.values() for keys in client.keys.values()]
-        return sum(len(nths) for keys in (*self._functions.values(), *requests) for nths in keys.values())
+        held = (*self._functions.values(), *self._keyed.values(), *requests)
+        return sum(len(nths) for keys in held for nths in keys.values())
 
     # What is kept on disk
 
@@ -163,6 +182,9 @@ class Ledger:
         for function, keys in self._functions.items():
             if place in keys:
                 yield Origin(0, function, 0), list(keys[place])
+        for key, keys in self._keyed.items():
+            if place in keys:
+                yield Origin(0, 0, 0, key), list(keys[place])
         for incarnation, client in self._clients.items():
             for sequence, keys in client.keys.items():
                 if place in keys:

@@ -325,7 +325,7 @@ class ParameterServerService:
         store = self._store_of(request.job)
         if len(request.starts) != len(request.stops):
             raise ProtocolError("intervals of functions need as many stops as starts")
-        store.finish_functions(list(zip(request.starts, request.stops, strict=True)))
+        store.finish_functions(list(zip(request.starts, request.stops, strict=True)), request.keys)
         return ps_pb2.FinishFunctionsReply()
 
     def checkpoint(self, request: ps_pb2.CheckpointRequest, _context: grpc.ServicerContext) -> ps_pb2.CheckpointReply:

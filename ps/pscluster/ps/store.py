@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -398,10 +398,11 @@ class Store:
         with self._lock:
             return self._ledger.remembered
 
-    def finish_functions(self, intervals: Sequence[tuple[int, int]]) -> None:
-        """These functions have ended."""
+    def finish_functions(self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = ()) -> None:
+        """These functions have ended, and those with these keys will not be run again."""
         with self._lock:
             self._ledger.finish(intervals)
+            self._ledger.forget(keys)
 
     # Reading
 
@@ -822,4 +823,4 @@ def _pass_through(shards: Sequence[Shard]) -> None:
 
 
 def _origin(request: ps_pb2.UpdateRequest) -> Origin:
-    return Origin(request.incarnation, request.function, request.sequence)
+    return Origin(request.incarnation, request.function, request.sequence, request.key)

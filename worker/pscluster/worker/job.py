@@ -119,10 +119,14 @@ class Job:
             for digest in definitions:
                 self._definitions.pop(digest, None)
 
-    def context(self, *, function: int, attempt: int) -> FunctionContext:
+    def context(self, *, function: int, attempt: int, key: int = 0) -> FunctionContext:
         """The context for a function of this job."""
         return FunctionContext(
-            function=function, attempt=attempt, worker_index=self.worker_index, num_workers=self.num_workers
+            function=function,
+            attempt=attempt,
+            worker_index=self.worker_index,
+            num_workers=self.num_workers,
+            key=key,
         )
 
     # Large arrays of arguments and results

@@ -94,7 +94,7 @@ class Runner:
             if not self._waiting or self._ended:
                 return None
             position, step = self._waiting.popleft()
-            self._running = self._job.context(function=step.function, attempt=step.attempt)
+            self._running = self._job.context(function=step.function, attempt=step.attempt, key=step.key)
             return position, step
 
     def _give_back(self, position: int, function: int) -> None:

@@ -41,6 +41,7 @@ class _MarkedShard:
 class _Staged:
     store: Store
     arrays: list[tuple[Shard, dict[str, Array], dict[int, int]]] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)  # the numbers of variable and shard of each
 
     def begin_averages(self) -> None:
         """The values have been read: they are the averages, too, as far as none were saved."""
@@ -147,6 +148,7 @@ class Parts:
             _check_slots(store, held[item.variable], arrays)
             steps = {numbers[name]: step for name, step in item.steps.items() if name in numbers}
             staged.arrays.append((shard, arrays, steps))
+            staged.places.append((item.variable, item.shard))
         # Values first: where no average was saved, the value is the average.
         in_order = sorted(wanted.items(), key=lambda each: each[1][0][0].tensor.array != "value")
         averages_begin = sum(places[0][0].tensor.array == "value" for _, places in in_order)
@@ -167,8 +169,10 @@ class Parts:
             staged = self._staged.pop(number, None)
         if staged is None or staged.store is not store:
             raise StaleError(f"nothing is staged under {number} on ps {store.index}: the server was restarted")
-        for shard, arrays, steps in staged.arrays:
+        for (shard, arrays, steps), place in zip(staged.arrays, staged.places, strict=True):
             with shard.lock:
+                with store.ledger() as ledger:
+                    ledger.forget_keys_of(*place)
                 shard.before_change()
                 shard.updates += 1
                 shard.changes += 1

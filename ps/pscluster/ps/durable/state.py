@@ -68,7 +68,11 @@ def captured(store: Store, variable: int, number: int, shard: Shard) -> tuple[st
         with store.ledger() as ledger:
             for origin, nths in ledger.keys_of(variable, number):
                 saved.keys.add(
-                    function=origin.function, incarnation=origin.incarnation, sequence=origin.sequence, nth=nths
+                    function=origin.function,
+                    incarnation=origin.incarnation,
+                    sequence=origin.sequence,
+                    key=origin.key,
+                    nth=nths,
                 )
         return saved, shard.capture()
 
@@ -100,7 +104,7 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
     with store.ledger() as ledger:
         for saved in manifest.shards:
             for keys in saved.keys:
-                origin = Origin(keys.incarnation, keys.function, keys.sequence)
+                origin = Origin(keys.incarnation, keys.function, keys.sequence, keys.key)
                 for nth in keys.nth:
                     ledger.record(origin, saved.variable, saved.shard, nth)
         ledger.finish(zip(manifest.finished_starts, manifest.finished_stops, strict=True))

@@ -1,0 +1,182 @@
+"""`schedule(key=)`: pieces of work with names, which count once whatever coordinator schedules them how often."""
+
+from __future__ import annotations
+
+import random
+import signal
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.faults.steps import note, wait_for
+from tests.faults.support import PATIENCE, running_job, until
+from tests.faults.test_coordinator_death import started
+
+from pscluster.coordinator.api import (
+    CheckpointManager,
+    ClusterCoordinator,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+)
+from pscluster.core.errors import MisuseError
+
+SCRIPT = """
+    import sys, time
+    import numpy as np
+    from pscluster.coordinator import (
+        ClusterCoordinator, FixedShardsPartitioner, IndexedSlices, ParameterServerStrategy, TFConfigClusterResolver,
+        Variable, optimizers,
+    )
+    from tests.faults.steps import note, wait_for
+
+    folder, total, stop = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
+    with strategy.scope():
+        count = Variable(np.zeros((4, 2)), name="count")
+        table = Variable(np.zeros((total, 3)), name="table")
+        momentum = optimizers.SGD(1.0, momentum=0.5, name="momentum")
+        trained = Variable(np.zeros(4, np.float32), name="trained")
+    coordinator = ClusterCoordinator(strategy)
+
+    def step(number):
+        count.assign_add(np.ones((4, 2)))
+        time.sleep(0.01)
+        table.scatter_add(IndexedSlices(np.ones((1, 3)), [number]))
+        momentum.apply_gradients([(np.ones(4, np.float32), trained)])
+
+    values = [coordinator.schedule(step, args=(number,), key=f"step {number}") for number in range(total)]
+    if not strategy.resumed:
+        coordinator.fetch(values[:stop])
+        note(folder, "enough")
+        wait_for(folder, "never")
+    coordinator.join()
+    found = [set(count.numpy().reshape(-1).tolist()), set(table.numpy().reshape(-1).tolist()), {momentum.iterations}]
+    note(folder, "result", str(strategy.resumed) + " ".join(map(str, found)))
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("servers_die", [False, True], ids=["alone", "with all servers"])
+def test_what_was_done_before_the_coordinator_died_counts_once(tmp_path: Path, servers_die: bool) -> None:
+    """It knows nothing of what had ended, nor of what was under way, and schedules everything again."""
+    total = 60
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    with LocalCluster(2, 2, log_level="ERROR", durability="log") as cluster:
+        with started(cluster, script, tmp_path, total, random.Random(3).randrange(10, 40)) as first:
+            wait_for(str(tmp_path), "enough")
+            first.send_signal(signal.SIGKILL)
+        if servers_die:
+            for index in range(2):
+                cluster.wait_restarted("ps", index, cluster.kill("ps", index, timeout=PATIENCE), timeout=PATIENCE)
+        with started(cluster, script, tmp_path, total, 0) as second:
+            assert second.wait(PATIENCE) == 0
+        assert wait_for(str(tmp_path), "result") == f"True{{{total}.0}} {{1.0}} {{{total}}}"
+
+
+def test_a_key_counts_once_until_it_is_forgotten() -> None:
+    """A function that has ended, or failed, under a key changes nothing when it is run again."""
+    with running_job(2, 2) as job:
+        with job.strategy.scope():
+            count = Variable(np.zeros(4), name="count")
+
+        def step(fail: bool = False) -> int:
+            count.assign_add(np.ones(4))
+            if fail:
+                raise ValueError("behind its update")
+            return 7
+
+        def counted() -> set[float]:
+            return set(count.numpy().tolist())
+
+        schedule = job.coordinator.schedule
+        assert schedule(step, key="one").fetch(PATIENCE) == 7
+        assert schedule(step, key="one").fetch(PATIENCE) == 7, "it runs, and changes nothing"
+        assert counted() == {1.0}
+        with pytest.raises(ValueError, match="behind"):
+            schedule(step, args=(True,), key="two").fetch(PATIENCE)
+        with pytest.raises(ValueError, match="behind"):
+            job.coordinator.join(PATIENCE)
+        schedule(step, key="two").fetch(PATIENCE)
+        assert counted() == {2.0}
+        schedule(step).fetch(PATIENCE)
+        assert counted() == {3.0}, "without a key every function counts"
+        job.coordinator.forget_keys(["one", "never seen"])
+
+        def forgotten() -> bool:
+            schedule(step, key="one").fetch(PATIENCE)
+            return counted() == {4.0}
+
+        until(forgotten, "the servers have been told")
+        schedule(step, key="two").fetch(PATIENCE)
+        assert counted() == {4.0}, "the other one is remembered"
+
+
+def test_a_key_names_one_piece_of_work(tmp_path: Path) -> None:
+    """Two at a time are a mistake; so is what is no string."""
+    with running_job(1, 1) as job:
+        folder = str(tmp_path)
+        held = job.coordinator.schedule(wait_for, args=(folder, "go"), key="held")
+        with pytest.raises(MisuseError, match="a function with the key 'held' is scheduled and has not ended"):
+            job.coordinator.schedule(wait_for, args=(folder, "go"), key="held")
+        note(folder, "go")
+        held.fetch(PATIENCE)
+        job.coordinator.schedule(wait_for, args=(folder, "go"), key="held").fetch(PATIENCE)
+        with pytest.raises(TypeError, match="a key is a string, not a int"):
+            job.coordinator.schedule(wait_for, args=(folder, "go"), key=3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"write forget_keys\(\[key\]\)"):
+            job.coordinator.forget_keys("held")
+
+
+def test_behind_a_restored_checkpoint_work_is_done_again(tmp_path: Path) -> None:
+    """Its updates went with the values that the checkpoint replaced."""
+    with running_job(2, 1) as job:
+        with job.strategy.scope():
+            count = Variable(np.zeros(4), name="count")
+
+        def step() -> None:
+            count.assign_add(np.ones(4))
+
+        manager = CheckpointManager(str(tmp_path), strategy=job.strategy)
+        manager.save()
+        job.coordinator.schedule(step, key="one").fetch(PATIENCE)
+        manager.restore()
+        assert set(count.numpy().tolist()) == {0.0}
+        for _ in range(2):
+            job.coordinator.schedule(step, key="one").fetch(PATIENCE)
+        assert set(count.numpy().tolist()) == {1.0}
+
+
+def test_workers_that_die(tmp_path: Path) -> None:
+    """A function with a key that is run again by another worker counts once, as one without."""
+    with running_job(2, 2) as job:
+        with job.strategy.scope():
+            count = Variable(np.zeros(4), name="count")
+        folder = str(tmp_path)
+
+        def step(number: int) -> None:
+            count.assign_add(np.ones(4))
+            note(folder, f"begun-{number}")
+
+        total = 200
+        for number in range(total):
+            job.coordinator.schedule(step, args=(number,), key=f"step {number}")
+        for worker in range(2):
+            wait_for(folder, f"begun-{40 * (worker + 1)}")
+            job.kill(worker)
+        job.coordinator.join(PATIENCE)
+        assert set(count.numpy().tolist()) == {float(total)}
+
+
+def test_another_job_does_not_know_the_keys() -> None:
+    """They go with the variables."""
+    with LocalCluster(1, 1, log_level="ERROR") as cluster:
+        for _ in range(2):
+            with ParameterServerStrategy(cluster) as strategy:
+                with strategy.scope():
+                    count = Variable(np.zeros(4), name="count")
+                coordinator = ClusterCoordinator(strategy)
+                coordinator.schedule(count.assign_add, args=(np.ones(4),), key="one").fetch(PATIENCE)
+                assert set(count.numpy().tolist()) == {1.0}
