@@ -123,7 +123,8 @@ class DirectStream:
         )
         self._due = len(operations)  # batches of operations that were started, and whose event has not come
         self._sending = False
-        self._ended: StreamEndedError | None = None
+        # Not the error itself: with its traceback it would hold this, and whatever those hold who wait for a reply.
+        self._ended: tuple[grpc.StatusCode, str, Any] | None = None
         inner: Any = channel
         self._call = inner._channel.segregated_call(
             cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS,
@@ -152,7 +153,7 @@ class DirectStream:
             return reply
         self._drain()  # no reply announces the end
         assert self._ended is not None
-        raise self._ended
+        raise StreamEndedError(*self._ended)
 
     def cancel(self) -> None:
         """The thread that waits sees the end."""
@@ -181,7 +182,7 @@ class DirectStream:
             operations = self._call.next_event().batch_operations
         except BaseException:
             self._due, self._sending = 0, False
-            self._ended = StreamEndedError(grpc.StatusCode.CANCELLED, "interrupted")
+            self._ended = grpc.StatusCode.CANCELLED, "interrupted", ()
             raise
         self._due -= 1
         for operation in operations:
@@ -191,7 +192,7 @@ class DirectStream:
                 details = operation.details()
                 text = details.decode(errors="replace") if isinstance(details, bytes) else str(details or "")
                 code = _CODES.get(operation.code(), grpc.StatusCode.UNKNOWN)
-                self._ended = StreamEndedError(code, text, operation.trailing_metadata())
+                self._ended = code, text, operation.trailing_metadata()
         return operations
 
 
