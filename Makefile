@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check proto bench bench-peers chaos clean
+.PHONY: run test check proto bench bench-peers chaos soak clean
 
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
@@ -28,6 +28,9 @@ bench: $(STAMP)  ## measure beside the peers that are installed, and write docs/
 chaos: $(STAMP)  ## train while faults strike, and say what it cost (forty minutes)
 	$(BIN)/python benchmarks/chaos.py --faults workers
 	$(BIN)/python benchmarks/chaos.py --faults all
+
+soak: $(STAMP)  ## train for two hours while processes die, and see whether anything grows: docs/soak.png
+	$(BIN)/python benchmarks/soak.py --png docs/soak.png
 
 bench-peers:  ## install TensorFlow, Ray, torch and Dask into .venv-peers, for bench
 	$(PYTHON) benchmarks/install_peers.py .venv-peers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +97,34 @@ def test_calls_outside_of_functions_wait_and_go_on() -> None:
             assert not thread.is_alive()
         assert found == [(3,)]
         assert count.numpy().tolist() == [2, 3, 4]
+
+
+@pytest.mark.timeout(180)
+def test_what_was_moved_goes_when_it_is_dropped() -> None:
+    """A call that had to wait for a server leaves no cycle that keeps its arrays until Python looks for cycles."""
+    with running_job(num_ps=2, shards=2) as job:
+        with job.strategy.scope():
+            small = Variable(np.zeros((1 << 10, 4), np.float32), name="small")  # moved on a session
+            large = Variable(np.zeros((1 << 20, 4), np.float32), name="large")  # by streams of its own
+
+        def add(variable: Variable) -> Any:
+            variable.assign_add(delta := np.ones(variable.shape, np.float32))
+            return delta
+
+        calls = [Variable.numpy, lambda variable: variable.gather(np.arange(len(variable))), add]
+        for number, call in enumerate(calls):
+            for variable in (small, large):
+                call(variable)  # the session that it took is idle now, and will be found broken
+                gc.collect()
+                gc.disable()
+                try:
+                    kill(job, number % 2)
+                    moved = call(variable)
+                    held = [weakref.ref(each) for each in (moved, moved.base) if isinstance(each, np.ndarray)]
+                    del moved
+                    assert [each() is None for each in held] == [True] * len(held), f"{variable.name}, call {number}"
+                finally:
+                    gc.enable()
 
 
 @pytest.mark.timeout(120)

@@ -110,15 +110,18 @@ class PsLink:
         try:
             event = await call.read()
         except grpc.RpcError as error:
-            failure = from_rpc(error, str(self.peer))
-            if isinstance(failure, StaleError):
-                failure = PSUnavailableError(f"{self.peer} refuses this coordinator: {failure}")
-            raise failure from None
+            # Not by way of a variable: the error and this frame would hold each other, 20 KiB at every attempt.
+            raise self._why(from_rpc(error, str(self.peer))) from None
         if event is grpc.aio.EOF:
             raise UnavailableError(f"{self.peer} ended the attachment")
         if event.missing_rules:
             await self._declare_again(self.peer.index, event.missing_rules)
         self._attached, self.holding, self.restored = call, event.incarnation, event.restored
+
+    def _why(self, failure: PsClusterError) -> PsClusterError:
+        if isinstance(failure, StaleError):
+            return PSUnavailableError(f"{self.peer} refuses this coordinator: {failure}")
+        return failure
 
     async def take(self) -> None:
         """Take the server, patiently where it can't be reached; BusyError at once."""
@@ -285,7 +288,7 @@ class WorkerConnection:
             while True:
                 self._take(self, worker_pb2.StepsReply.FromString(stream.receive()).outcomes)
         except grpc.RpcError as error:
-            why = None if error.code() is grpc.StatusCode.OK else error
+            why = None if error.code() is grpc.StatusCode.OK else error.with_traceback(None)
         except Exception as error:
             why = error
         finally:

@@ -138,7 +138,8 @@ class DirectStream:
         self._due = len(operations)  # batches of operations that were started, and whose event has not come
         self._sending = False
         self._outbox: deque[Any] = deque()  # operations behind the one that is on its way
-        self._ended: StreamEndedError | None = None
+        # Not the error itself: with its traceback it would hold this, and whatever those hold who wait for a reply.
+        self._ended: tuple[grpc.StatusCode, str, Any] | None = None
         inner: Any = channel
         self._call = inner._channel.segregated_call(
             cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS,
@@ -179,7 +180,7 @@ class DirectStream:
             return message
         self._drain()  # no message announces the end
         assert self._ended is not None
-        raise self._ended
+        raise StreamEndedError(*self._ended)
 
     def cancel(self) -> None:
         """The thread that waits sees the end."""
@@ -209,7 +210,7 @@ class DirectStream:
         except BaseException:
             with self._lock:
                 self._due, self._sending = 0, False
-                self._ended = StreamEndedError(grpc.StatusCode.CANCELLED, "interrupted")
+                self._ended = grpc.StatusCode.CANCELLED, "interrupted", ()
                 self._outbox.clear()
             raise
         with self._lock:
@@ -222,7 +223,7 @@ class DirectStream:
                     details = operation.details()
                     text = details.decode(errors="replace") if isinstance(details, bytes) else str(details or "")
                     code = _CODES.get(operation.code(), grpc.StatusCode.UNKNOWN)
-                    self._ended = StreamEndedError(code, text, operation.trailing_metadata())
+                    self._ended = code, text, operation.trailing_metadata()
                     self._outbox.clear()
         return operations
 

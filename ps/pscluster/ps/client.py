@@ -220,17 +220,24 @@ class PsClient:
             return attempt()
         except grpc.RpcError as error:
             failure = from_rpc(error, str(server.peer))
+            error.__traceback__ = None  # of gRPC's own frames, which hold the error
         except (UnavailableError, StaleError) as error:
             failure = error
-        if isinstance(failure, StaleError):
-            server.check_holding()  # a server that was restarted knows nothing of the job
-        if not _may_pass(failure):
+        try:
+            if isinstance(failure, StaleError):
+                server.check_holding()  # a server that was restarted knows nothing of the job
+            if not _may_pass(failure):
+                raise failure
+            function = current_function()
+            if function is not None:
+                function.check()
+            server.drop_sessions()
             raise failure
-        function = current_function()
-        if function is not None:
-            function.check()
-        server.drop_sessions()
-        raise failure
+        finally:
+            # An error and a frame that hold each other hold the callers' frames, too, and the arrays that are being
+            # read or sent there: after a retry they would stay until Python looks for such cycles, which it does
+            # for what has lived for seconds only once in a long while.
+            del failure
 
     def _retry(self, server: Server, attempt: Callable[[], Any], failing_since: float) -> Any:
         def again() -> Any:

@@ -1,0 +1,66 @@
+"""The short form of `make soak`: all that its job does, once under faults, and its picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.growth import COLUMNS, Sample, lives_of, read_samples, row_of
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SOAK = [sys.executable, str(ROOT / "benchmarks" / "soak.py")]
+TURNS = 10
+
+
+def soak(*arguments: str) -> tuple[int, str]:
+    """Its exit code and what it said."""
+    done = subprocess.run([*SOAK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_job_under_faults(tmp_path: Path) -> None:
+    """Every part of it is done, workers and servers die meanwhile, all processes are sampled; nothing is judged."""
+    samples = tmp_path / "deep" / "samples.csv"
+    arguments = ["--turns", str(TURNS), "--every", "0.5", "--worker-every", "2", "--ps-every", "3"]
+    code, said = soak(*arguments, "--csv", str(samples))
+    assert code == 0, said
+    assert "verdict: none" in said, said
+    account = next(line for line in said.splitlines() if "processes killed" in line)
+    counts = {kind: int(n.replace(",", "")) for n, kind in re.findall(r"([\d,]+) ([a-z ]+)", account)}
+    assert counts["turns"] == counts["variables"] == counts["large updates"] == counts["new functions"] == TURNS, said
+    assert counts["errors"] == TURNS // 4, said
+    assert counts["datasets"] == TURNS // 5, said
+    assert counts["health checks"] > 0, said
+    assert counts.get("checkpoints", 0) + counts.get("checkpoints failed", 0) == TURNS // 8, said
+    assert counts["processes killed"] > 0, said
+    lives = lives_of(read_samples(samples))
+    assert sorted(lives) == ["cluster", "coordinator", "ps 0", "ps 1", "worker 0", "worker 1", "worker 2"]
+    for role in ("cluster", "coordinator", "ps 0", "worker 0"):
+        assert len(lives[role]) == 1, said
+    for role in ("coordinator", "ps 0", "worker 0"):
+        last = lives[role][0].samples[-1]
+        assert last.resident > 0 < last.private
+        assert min(last.descriptors, last.threads, last.sockets) > 1, last
+
+
+@pytest.mark.parametrize("hourly", [0.0, 60.0], ids=["nothing grows", "memory grows"])
+def test_samples_that_were_taken_before(tmp_path: Path, hourly: float) -> None:
+    """They are judged and drawn; the exit code is the verdict's."""
+    path, picture = tmp_path / "samples.csv", tmp_path / "soak.png"
+    series = [
+        Sample(t, "ps 0", 7, 100 + hourly * t / 3600, 80.0, 40, 20, 9, 1.0) for t in map(float, range(0, 3600, 9))
+    ]
+    path.write_text("\n".join([",".join(COLUMNS), *map(row_of, series)]))
+    code, said = soak("--judge", str(path), "--png", str(picture))
+    assert code == (1 if hourly else 0), said
+    assert ("ps 0: resident from" in said) == bool(hourly), said
+    if importlib.util.find_spec("matplotlib") is None:
+        assert "no picture" in said
+    else:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert picture.stat().st_size < 150_000
