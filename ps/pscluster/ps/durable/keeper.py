@@ -42,7 +42,10 @@ SNAPSHOT_SECONDS = 5.0
 DURABILITY_VARIABLE = "PSCLUSTER_DURABILITY"
 STATE_VARIABLE = "PSCLUSTER_STATE_DIR"
 
-_LEAST_LOG = 512 << 20
+_LEAST_LOG = 64 << 20
+"""A generation is due behind so much of a log: its segments are written over while the kernel still holds them, and
+little of that comes to the disk. Where the state is larger, to write it so often would cost more."""
+
 _MAX_FILES = 8
 """Shards that lie in more files than so many are written anew."""
 

@@ -22,6 +22,8 @@ import zlib
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
+import xxhash
+
 from pscluster.core.errors import UnavailableError
 from pscluster.core.frames import Buffer, parts_of, unpack
 from pscluster.ps.durable.files import DamagedError, StateDirectory, write_all
@@ -31,7 +33,7 @@ from pscluster.v1 import state_pb2
 _SEGMENT = struct.Struct("<8sQQI")  # magic, generation, that of the segment before (0: none), CRC-32 of these
 _SEGMENT_MAGIC = b"PSSLOG01"
 _MAGIC = 0x5053_4C47
-# Magic; CRC-32 and length of the record; where the batch begins that it was written with; the segment's generation.
+# Magic; checksum and length of the record; where the batch begins that it was written with; the segment's generation.
 _HEAD = struct.Struct("<IIQQQ")
 _GROW, _MOST = 16 << 20, 256 << 20  # steps by which a segment grows
 _ROOM = 256  # of a record, beside what the request and the payload take
@@ -44,7 +46,7 @@ class Log:
         self._directory = directory
         self._plan = LogPlan()
         self._changed = threading.Condition()
-        self._queue: list[tuple[int, int, int, list[memoryview]]] = []  # ticket, room, CRC-32, record
+        self._queue: list[tuple[int, int, int, list[memoryview]]] = []  # ticket, room, checksum, record
         self._done: set[int] = set()
         self._writing = False
         self._file = -1
@@ -160,12 +162,10 @@ class Log:
     def record(self, ticket: int, room: int, record: state_pb2.LogRecord, payload: Sequence[Buffer]) -> None:
         """Behind an update: return when its record is flushed. UnavailableError if it can't be."""
         parts = [memoryview(part) for part in parts_of(record, payload)]
-        crc = 0
-        for part in parts:
-            crc = zlib.crc32(part, crc)
+        checksum = _checksum(*parts)
         with self._changed:
             if not self._plan.broken:
-                self._queue.append((ticket, room, crc, parts))
+                self._queue.append((ticket, room, checksum, parts))
             while ticket not in self._done:
                 if self._plan.broken:
                     self._end_ticket(ticket, room)
@@ -203,8 +203,8 @@ class Log:
         failure = ""
         try:
             buffers: list[bytes | memoryview] = []
-            for _, _, crc, parts in batch:
-                buffers += [_HEAD.pack(_MAGIC, crc, sum(map(len, parts)), at, generation), *parts]
+            for _, _, checksum, parts in batch:
+                buffers += [_HEAD.pack(_MAGIC, checksum, sum(map(len, parts)), at, generation), *parts]
             end = write_all(file, buffers, at)
             if self._directory.fsync:
                 os.fdatasync(file)
@@ -286,16 +286,24 @@ def _whole(data: memoryview, at: int, generation: int) -> int:
     """Where the record at this place ends; 0 if there is none, or it is not whole."""
     if len(data) < at + _HEAD.size:
         return 0
-    magic, crc, size, _, segment = _HEAD.unpack_from(data, at)
+    magic, checksum, size, _, segment = _HEAD.unpack_from(data, at)
     end: int = at + _HEAD.size + size
     whole = (
         magic == _MAGIC
         and segment == generation
         and size
         and end <= len(data)
-        and zlib.crc32(data[at + _HEAD.size : end]) == crc
+        and _checksum(data[at + _HEAD.size : end]) == checksum
     )
     return end if whole else 0
+
+
+def _checksum(*parts: memoryview) -> int:
+    """Half of XXH3's 64 bits: a quarter of the time that a CRC takes, where every update waits for it."""
+    found = xxhash.xxh3_64()
+    for part in parts:
+        found.update(part)
+    return found.intdigest() & 0xFFFF_FFFF
 
 
 def _acknowledged_behind(data: bytes, hole: int, generation: int) -> bool:
