@@ -173,7 +173,7 @@ class KeptMachine(RuleBasedStateMachine):
     ask again. What it gives is a value that the shard had between its beginning and its end.
     """
 
-    keys = st.sampled_from([KEY, OTHER])
+    keys = st.sampled_from([KEY, KEY, KEY, OTHER])
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,6 +207,16 @@ class KeptMachine(RuleBasedStateMachine):
         if self.kept.asks(key, 8):
             read.version = self.shards[key].version
         self.reads.append(read)
+
+    @precondition(lambda self: len(self.reads) < 9)
+    @rule(key=keys, times=st.integers(1, 3))
+    def read(self, key: Key, times: int) -> None:
+        """Whole reads, beside those that are under way."""
+        for _ in range(times):
+            self.begin(key)
+            mine = self.reads[-1]
+            while mine in self.reads:
+                self.go_on(self.reads.index(mine))
 
     @precondition(lambda self: self.reads)
     @rule(which=st.integers(0, 9))
@@ -242,10 +252,7 @@ class KeptMachine(RuleBasedStateMachine):
         """Left alone, a shard is soon read from its copy, whatever went before."""
         while self.reads:
             self.go_on(0)
-        for _ in range(40):
-            self.begin(KEY)
-            while self.reads:
-                self.go_on(0)
+        self.read(KEY, 40)
         assert self.kept.asks(KEY, 8)
         verdict, copy = self.kept.verdict(KEY, self.shards[KEY].version)
         assert (verdict, copy) == (Verdict.COPY, self.shards[KEY].array.tobytes())

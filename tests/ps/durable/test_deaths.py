@@ -125,6 +125,12 @@ class Disk:
             return None  # a real disk takes its time
         return self._real[call](what, *rest, **more)
 
+    def killed(self) -> Path:
+        """What a process that dies now leaves behind."""
+        with self._lock:
+            assert self.folder is not None
+            return killed(self.folder)
+
     def heal(self) -> None:
         """From now on all goes well."""
         with self._lock:
@@ -270,14 +276,18 @@ class ServerMachine(RuleBasedStateMachine):
         self.holding = self.process.attach(self.request())
         self.process.settle()
 
-    @rule(dies=deaths, torn=torn)
-    def coordinator_dies(self, dies: int, torn: bool) -> None:
-        """And the next one comes, while the server may die, too."""
+    @rule(data=st.data(), dies=deaths, torn=torn, killed_behind=st.booleans())
+    def coordinator_dies(self, data: st.DataObject, dies: int, torn: bool, killed_behind: bool) -> None:
+        """And the next one comes, while the server may die, too, or behind its first update."""
         self.process.coordinator_dies()
         with self.dying(dies, torn):
             self.next_coordinator()
         if self.died:
             self.start(self.disk.copy)
+        elif killed_behind and self.shards and self.last_place < LENGTH - 9:
+            if (sent := self.fresh(data, 1, inside=True)) is not None:
+                self.send(sent)
+            self.start(self.disk.killed())
 
     # What happens to the disk in the course of something
 
@@ -299,6 +309,7 @@ class ServerMachine(RuleBasedStateMachine):
         self.disk.heal()
         self.process.keeper.save()
         self.process.settle()
+        self.disk.failed = False  # no more refusals
         self.all_safe()
 
     def all_safe(self) -> None:
@@ -547,8 +558,10 @@ class ServerMachine(RuleBasedStateMachine):
             self.all_safe()
 
     @precondition(lambda self: self.shards and self.last_place < LENGTH - 9 and not self.disk.failed)
-    @rule(data=st.data(), inside=st.booleans(), at=st.integers(1, 6), dies=deaths, torn=torn)
-    def save_with_an_update_meanwhile(self, data: st.DataObject, inside: bool, at: int, dies: int, torn: bool) -> None:
+    @rule(data=st.data(), inside=st.booleans(), at=st.integers(1, 6), dies=deaths, torn=torn, behind=st.booleans())
+    def save_with_an_update_meanwhile(
+        self, data: st.DataObject, inside: bool, at: int, dies: int, torn: bool, behind: bool
+    ) -> None:
         """An update comes as the generation is written: it is in it or behind it, and acknowledged at once."""
         self.disk.heal()
         sent = self.fresh(data, 1, inside)
@@ -570,8 +583,8 @@ class ServerMachine(RuleBasedStateMachine):
         for reply in replies:
             self.applied(sent, reply)
         sent.life = self.lives
-        if self.died:
-            self.start(self.disk.copy)
+        if self.died or behind:
+            self.start(self.disk.copy or self.disk.killed())
 
     @rule(calls=st.integers(1, 12), code=st.sampled_from([errno.ENOSPC, errno.EIO]), lasting=st.booleans())
     def trouble(self, calls: int, code: int, lasting: bool) -> None:
@@ -589,7 +602,7 @@ class ServerMachine(RuleBasedStateMachine):
     @rule(kind=kinds_of_state)
     def kill(self, kind: Durability) -> None:
         """The process dies, and is started again, with another choice, perhaps."""
-        self.start(killed(self.process.folder), kind=kind)
+        self.start(self.disk.killed(), kind=kind)
 
     @rule(kind=kinds_of_state)
     def stop(self, kind: Durability) -> None:
@@ -657,16 +670,16 @@ class ServerMachine(RuleBasedStateMachine):
         for entry in present:
             entry.safe = True
 
-    @rule(where=st.floats(0, 1), which=st.integers(0, 20), bit=st.integers(0, 7))
-    def damage(self, where: float, which: int, bit: int) -> None:
+    @rule(where=st.floats(0, 1), which=st.integers(0, 20), bit=st.integers(0, 7), newest=st.booleans())
+    def damage(self, where: float, which: int, bit: int, newest: bool) -> None:
         """A bit flips while no process runs: that is said, or what is there is right. All goes on as if it had not."""
         folder = self.disk.folder
         assert folder is not None
-        copy = killed(folder)
+        copy = self.disk.killed()
         self.disk.folder = None
         try:
             paths = sorted(path for path in copy.iterdir() if path.name.startswith(("log", "state-")))
-            path = paths[which % len(paths)]
+            path = max(copy.glob("state-*.manifest")) if newest else paths[which % len(paths)]
             data = bytearray(path.read_bytes())
             while data and not data[-1] and path.name.startswith("log"):
                 data.pop()  # what was set aside, and not written
