@@ -30,6 +30,15 @@ from pscluster.coordinator import (
 hypothesis.settings.register_profile("pscluster", deadline=None)
 hypothesis.settings.load_profile("pscluster")
 
+SEARCH = float(os.environ.get("PSCLUSTER_SEARCH", "1"))
+"""So many times as many examples do state machines try: 1 for every run of the tests, 1000 make a night of it."""
+
+
+def search(examples: int, steps: int) -> hypothesis.settings:
+    """What a state machine tries: so many examples, of so many steps at most."""
+    return hypothesis.settings(max_examples=round(examples * SEARCH), stateful_step_count=steps, deadline=None)
+
+
 PATIENCE = 60.0
 """Seconds to wait for what comes within one on an idle machine."""
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +16,11 @@ import pytest
 from tests.faults.steps import note, wait_for
 from tests.faults.support import PATIENCE, until
 
+from pscluster.coordinator import strategy as strategy_module
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable, optimizers
+from pscluster.coordinator.live_job import continue_job
 from pscluster.core.errors import BusyError, MisuseError, PSUnavailableError, StaleError
+from pscluster.v1 import node_pb2
 
 SCRIPT = """
     import sys
@@ -170,6 +173,25 @@ def test_what_is_not_what_it_was(tmp_path: Path) -> None:
             with ParameterServerStrategy(cluster, **options) as strategy, strategy.scope():
                 assert not strategy.resumed
                 assert Variable(np.zeros(4), name="w").numpy().tolist() == [0] * 4
+
+
+@pytest.mark.timeout(180)
+def test_a_server_that_dies_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has lost its part since it was asked what it holds is told of; the job does not go on with the rest."""
+    with LocalCluster(2, 1, log_level="ERROR", durability="none") as cluster:
+
+        def late(request: node_pb2.AttachRequest, found: Sequence[node_pb2.HelloReply]) -> list[int]:
+            cluster.wait_restarted("ps", 1, cluster.kill("ps", 1, timeout=PATIENCE), timeout=PATIENCE)
+            return continue_job(request, found)
+
+        left_behind(cluster, tmp_path, "Variable(np.ones(3), name='w')")
+        with monkeypatch.context() as patch:
+            patch.setattr(strategy_module, "continue_job", late)
+            with pytest.raises(PSUnavailableError, match="has lost its shards of all variables: start a new"):
+                ParameterServerStrategy(cluster, job_name="job")
+        with ParameterServerStrategy(cluster, job_name="job") as strategy, strategy.scope():
+            assert not strategy.resumed
+            assert Variable(np.zeros(3), name="w").numpy().tolist() == [0] * 3
 
 
 def test_progress_is_json(tmp_path: Path) -> None:

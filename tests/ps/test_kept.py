@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import run_strategy
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.conftest import run_strategy, search
 
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
-from pscluster.ps.kept import Kept, Verdict
+from pscluster.ps.kept import Kept, Key, Verdict
+from pscluster.ps.shard import Shard
 
 KEY, OTHER = (1, 0), (2, 3)
 SIZE = 5 << 20
@@ -148,3 +151,113 @@ def test_a_copy_is_never_old(events: list[tuple[tuple[int, int], str]]) -> None:
         if verdict is Verdict.KEEP and now[key] == before:
             kept.keep(key, before, memoryview(value))
     assert kept.used <= 12
+
+
+@dataclass(eq=False)
+class Read:
+    """A read of a shard, under way."""
+
+    key: Key
+    begun: int  # with so many values before it
+    version: int | None = None
+    verdict: Verdict = Verdict.READ
+    got: bytes | None = None
+    asked_again: bool = False
+    behind: int | None = None
+
+
+class KeptMachine(RuleBasedStateMachine):
+    """Several reads of two shards at once, cut where a client's goes over the network, between updates and restarts.
+
+    Each shard is a real one. A read takes the steps that the client takes: ask for the version, read or take the copy,
+    ask again. What it gives is a value that the shard had between its beginning and its end.
+    """
+
+    keys = st.sampled_from([KEY, KEY, KEY, OTHER])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Kept(12)  # room for one copy of the two
+        self.shards = {key: Shard(np.zeros(1, np.int64)) for key in (KEY, OTHER)}
+        self.values: dict[Key, list[int]] = {KEY: [0], OTHER: [0]}  # all that the shard has had
+        self.reads: list[Read] = []
+
+    @rule(key=keys, amount=st.integers(1, 3))
+    def update(self, key: Key, amount: int) -> None:
+        """Acknowledged: what is read from now on has it."""
+        shard = self.shards[key]
+        with shard.lock:
+            shard.changes += 1
+            shard.before_change()
+            shard.array[0] = self.values[key][-1] + amount
+            shard.updates += 1
+        self.values[key].append(self.values[key][-1] + amount)
+
+    @rule(key=keys, lost=st.integers(0, 2))
+    def restart(self, key: Key, lost: int) -> None:
+        """The server comes back, without the last updates: then the same number of other ones may come."""
+        values = self.values[key]
+        self.values[key] = [*values, values[max(len(values) - 1 - lost, 0)]]
+        self.shards[key] = Shard(np.array([self.values[key][-1]]), self.shards[key].updates - lost)
+
+    @rule(key=keys)
+    def begin(self, key: Key) -> None:
+        """A read begins; it asks for the version, or reads at once."""
+        read = Read(key, len(self.values[key]) - 1)
+        if self.kept.asks(key, 8):
+            read.version = self.shards[key].version
+        self.reads.append(read)
+
+    @precondition(lambda self: len(self.reads) < 9)
+    @rule(key=keys, times=st.integers(1, 3))
+    def read(self, key: Key, times: int) -> None:
+        """Whole reads, beside those that are under way."""
+        for _ in range(times):
+            self.begin(key)
+            mine = self.reads[-1]
+            while mine in self.reads:
+                self.go_on(self.reads.index(mine))
+
+    @precondition(lambda self: self.reads)
+    @rule(which=st.integers(0, 9))
+    def go_on(self, which: int) -> None:
+        """With the next of its steps."""
+        read = self.reads[which % len(self.reads)]
+        if read.got is None:
+            if read.version is not None:
+                read.verdict, copy = self.kept.verdict(read.key, read.version)
+                if read.verdict is Verdict.COPY:
+                    self.end(read, copy)
+                    return
+            read.got = self.shards[read.key].array.tobytes()
+        elif read.verdict is Verdict.KEEP and not read.asked_again:
+            read.behind, read.asked_again = self.shards[read.key].version, True
+        else:
+            if read.asked_again and read.behind == read.version:
+                assert read.behind is not None
+                self.kept.keep(read.key, read.behind, memoryview(read.got))
+            self.end(read, read.got)
+
+    def end(self, read: Read, data: bytes) -> None:
+        self.reads.remove(read)
+        since = self.values[read.key][read.begun :]
+        assert int.from_bytes(data, "little") in since, "a value from before the read, or of no time at all"
+
+    @invariant()
+    def room_is_kept(self) -> None:
+        """No more than was allowed, whatever is dropped and kept again."""
+        assert 0 <= self.kept.used <= 12
+
+    def teardown(self) -> None:
+        """Left alone, a shard is soon read from its copy, whatever went before."""
+        while self.reads:
+            self.go_on(0)
+        self.read(KEY, 40)
+        assert self.kept.asks(KEY, 8)
+        verdict, copy = self.kept.verdict(KEY, self.shards[KEY].version)
+        assert (verdict, copy) == (Verdict.COPY, self.shards[KEY].array.tobytes())
+
+
+TestKept = KeptMachine.TestCase
+TestKept.__doc__ = "No read gives what was there before it began, and what nobody changes is not read again."
+TestKept.settings = search(200, 40)

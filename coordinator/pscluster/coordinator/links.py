@@ -76,11 +76,13 @@ class PsLink:
         metadata: Metadata,
         attach: node_pb2.AttachRequest,
         declare_again: Callable[[int, Sequence[int]], Awaitable[None]],
+        holding: int = 0,
     ) -> None:
         """Nothing is dialled yet.
 
         Args:
             declare_again: sends a server, by its index, the rules of these optimizers, which it keeps nowhere.
+            holding: the number of what it has to hold as it is taken; 0: it may hold anything.
         """
         self.peer = peer
         self._metadata = metadata
@@ -95,7 +97,7 @@ class PsLink:
         self._watching: asyncio.Task[PSUnavailableError] | None = None
         self.over = False  # the job is being ended: that the server goes is no news
         self.restored = ""  # what it said of that when it was taken
-        self.holding = 0  # the number of what it holds for this job
+        self.holding = holding  # the number of what it holds for this job
 
     async def attach(self) -> None:
         """Take the server for this job. BusyError while another coordinator holds it."""

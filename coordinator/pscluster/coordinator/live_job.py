@@ -30,20 +30,27 @@ def default_job_name() -> str:
     return os.path.abspath(script) if script and script not in ("-", "-c", "-m") else ""
 
 
-def continue_job(request: node_pb2.AttachRequest, found: Sequence[node_pb2.HelloReply]) -> None:
-    """Make the request one that goes on with what the servers hold, if that is a whole job of this name."""
+def continue_job(request: node_pb2.AttachRequest, found: Sequence[node_pb2.HelloReply]) -> list[int]:
+    """Make the request one that goes on with what the servers hold, if that is a whole job of this name.
+
+    Returns:
+        By server, what it has to hold as it is taken: one that is restarted until then may have lost it.
+    """
     lineages = {reply.lineage for reply in found}
     names = {reply.job_name for reply in found}
+    anything = [0] * len(found)
     if lineages == {0}:
-        return
+        return anything
     if any(reply.holder for reply in found) and not request.take_over:
-        return  # it will be refused
+        return anything  # it will be refused
     if len(lineages) > 1 or 0 in lineages:
         logger.warning("the servers do not hold one job together: a new one is begun, and what they hold is dropped")
     elif names != {request.job_name} or not request.job_name:
         logger.info("the servers hold another job (%s), whose coordinator is gone: it is dropped", *names)
     else:
         request.lineage, request.epoch = lineages.pop(), max(reply.epoch for reply in found) + 1
+        return [reply.holding for reply in found]
+    return anything
 
 
 @dataclass

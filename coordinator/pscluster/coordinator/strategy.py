@@ -156,9 +156,10 @@ class ParameterServerStrategy(Strategy):
             self._server = self._serve(spec, options.with_token(token))
             wait_for_peers([*ps, *self._workers], self.identity, self._metadata, timeout=timeout, purpose="coordinator")
             self._client.connect(timeout)
+            must_hold = [0] * len(ps)
             if resume:
-                continue_job(self._attach_request, self._client.introductions())
-            loop.run(self._attach(ps))
+                must_hold = continue_job(self._attach_request, self._client.introductions())
+            loop.run(self._attach(ps, must_hold))
             if self._attach_request.epoch > 1:
                 self._live = self._find_live()
         except BaseException:
@@ -180,8 +181,11 @@ class ParameterServerStrategy(Strategy):
             options = replace(options, share_port="--share-port" in self.cluster_resolver.hand_over_port("chief", 0))
         return RoleServer(self.identity, _CoordinatorRole(self), {}, address, options)
 
-    async def _attach(self, peers: Sequence[PeerAddress]) -> None:
-        servers = [PsLink(peer, self._metadata, self._attach_request, self._declare_again) for peer in peers]
+    async def _attach(self, peers: Sequence[PeerAddress], must_hold: Sequence[int]) -> None:
+        servers = [
+            PsLink(peer, self._metadata, self._attach_request, self._declare_again, holding)
+            for peer, holding in zip(peers, must_hold, strict=True)
+        ]
         try:
             await servers[0].take()  # of two coordinators that begin at once, server 0 picks one
             await asyncio.gather(*(server.take() for server in servers[1:]))

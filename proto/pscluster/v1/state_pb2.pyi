@@ -138,13 +138,14 @@ class Manifest(_message.Message):
     def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., holding: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., logged: bool = ..., job_name: _Optional[str] = ..., lives: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LogRecord(_message.Message):
-    __slots__ = ("update", "updates", "total_bytes", "last", "holding", "optimizers", "pad", "payload")
+    __slots__ = ("update", "updates", "total_bytes", "last", "holding", "optimizers", "epoch", "pad", "payload")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     HOLDING_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     update: _ps_pb2.UpdateRequest
@@ -153,6 +154,7 @@ class LogRecord(_message.Message):
     last: bool
     holding: int
     optimizers: _containers.RepeatedCompositeFieldContainer[SavedOptimizer]
+    epoch: int
     pad: bytes
     payload: bytes
-    def __init__(self, update: _Optional[_Union[_ps_pb2.UpdateRequest, _Mapping]] = ..., updates: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., holding: _Optional[int] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, update: _Optional[_Union[_ps_pb2.UpdateRequest, _Mapping]] = ..., updates: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., holding: _Optional[int] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., epoch: _Optional[int] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...

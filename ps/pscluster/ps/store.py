@@ -656,6 +656,8 @@ class Store:
             part.shard.changes += 1
             self._apply(part, ids, payload)
             part.shard.updates = count
+        if origin.function and request.job != self.job:
+            return  # the coordinator that it was of is gone, and the next one numbers its functions anew
         with self._lock:
             self._ledger.record(origin, part.item.variable, part.item.shard, part.item.nth)
 

@@ -43,7 +43,7 @@ from pscluster.ps.durable.keeper import DurabilityOptions, Keeper
 from pscluster.ps.durable.plan import Durability
 from pscluster.ps.service import ParameterServerRole
 from pscluster.ps.store import Store
-from pscluster.v1 import node_pb2, ps_pb2
+from pscluster.v1 import node_pb2, ps_pb2, state_pb2
 
 KEPT = [Durability.SNAPSHOT, Durability.LOG]
 
@@ -771,3 +771,96 @@ def test_the_coordinator_before_and_a_death_behind_a_take_over(tmp_path: Path, k
         role = ParameterServerRole(0, keeper)
         with pytest.raises(StaleError, match="has taken it over from number 1"):
             role.admit(coordinator(1, holding))
+
+
+@pytest.mark.usefixtures("at_once")
+@both
+def test_functions_of_the_coordinator_before_and_a_death(tmp_path: Path, kind: Durability) -> None:
+    """Their keys are not found again with a shard that was not written again: the next one's numbers begin anew."""
+    with keeper_of(tmp_path / "s", kind) as keeper:
+        role = ParameterServerRole(0, keeper)
+        holding = attach(role, coordinator(1))
+        held = role.serving()
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)), function=4)  # it has not ended
+        keeper.save()
+        attach(role, coordinator(2, holding))
+        keeper.save()
+        copy = killed(tmp_path / "s")
+    with keeper_of(copy, kind) as keeper:
+        role = ParameterServerRole(0, keeper)
+        assert attach(role, coordinator(2, holding)) == holding
+        reply = Client(keeper, role.serving(), 10).update(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
+        assert reply.applied == 1, "another's fourth function"
+        assert values_of(role.store, 1).tolist() == [11] * 3
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_take_over_while_a_generation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No generation is of the coordinator before and has updates of the next one: they would be applied again."""
+    disk, commit, copies = Hold(monkeypatch, "pwritev", "state-"), StateDirectory.commit, list[Path]()
+
+    def committed(directory: StateDirectory, manifest: state_pb2.Manifest) -> None:
+        commit(directory, manifest)
+        if disk.entered.is_set():
+            copies.append(killed(directory.path))
+
+    monkeypatch.setattr(StateDirectory, "commit", committed)
+    with keeper_of(tmp_path / "s", Durability.SNAPSHOT) as keeper:
+        role = ParameterServerRole(0, keeper)
+        holding = attach(role, coordinator(1))
+        held = role.serving()
+        for number in (1, 2):
+            declare(held, number, np.zeros(3))
+        keeper.save()
+        client = Client(keeper, held)
+        for number in (1, 2):
+            client.update(dense(ps_pb2.ADD, np.ones(3), number))
+        disk.armed = True
+        with beside(keeper.save):
+            assert disk.entered.wait(PATIENCE)  # the first is being written, the second comes behind it
+            attach(role, coordinator(2, holding))
+            client = Client(keeper, held, 10)
+            made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0), 2), function=4)
+            assert client.send(made).applied == 1
+            disk.armed = False
+            disk.go.set()
+    assert copies
+    for copy in copies:
+        with keeper_of(copy, Durability.SNAPSHOT) as keeper:
+            role = ParameterServerRole(0, keeper)
+            attach(role, coordinator(2, holding))
+            Client(keeper, role.serving(), 10).send(made)
+            assert values_of(role.store, 2).tolist() == [11] * 3
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_damaged_generation_behind_a_take_over(tmp_path: Path) -> None:
+    """The one before it is of the coordinator before; what the new one's functions did is still done once."""
+    with keeper_of(tmp_path / "s") as keeper:
+        role = ParameterServerRole(0, keeper)
+        holding = attach(role, coordinator(1))
+        held = role.serving()
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)), function=5)
+        attach(role, coordinator(2, holding))
+        keeper.save()
+        client = Client(keeper, held, 10)
+        made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
+        assert client.send(made).applied == 1
+        copy = killed(tmp_path / "s")
+    newest = max(copy.glob("state-*.manifest"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with keeper_of(copy) as keeper:
+        role = ParameterServerRole(0, keeper)
+        assert values_of(role.store, 1).tolist() == [11] * 3
+        for old in (coordinator(1), coordinator(1, holding)):
+            with pytest.raises(StaleError, match="has taken it over from number 1"):
+                role.admit(old)
+        assert attach(role, coordinator(2, holding)) == holding
+        client = Client(keeper, role.serving(), 10)
+        assert client.send(made).repeated_ == 1, "a repetition was applied again"
+        assert client.update(dense(ps_pb2.ADD, np.full(3, 100.0)), function=5).applied == 1, "another's fifth function"
+        assert values_of(role.store, 1).tolist() == [111] * 3

@@ -184,7 +184,7 @@ class Keeper:
             return None
         manifest, store = found
         try:
-            logged = self._replay(store, manifest, segments, newest=not damaged)
+            logged, epoch = self._replay(store, manifest, segments, newest=not damaged)
         except DamagedError as error:
             if self.options.kind is Durability.LOG:
                 raise ConfigurationError(
@@ -193,9 +193,10 @@ class Keeper:
                 ) from None
             logger.error("%s: the updates behind the last generation are lost", error)
             store, logged = restored(manifest, self._directory.read_all(manifest)), 0
+            epoch = manifest.epoch
             self._plan.changed()  # the next generation stands without it
         settle_losses(store, manifest, self._directory.losses())
-        lineage = Lineage(manifest.holding, manifest.lineage, manifest.epoch, manifest.job_name)
+        lineage = Lineage(manifest.holding, manifest.lineage, epoch, manifest.job_name)
         self._job = _Job(store, lineage, saved=manifest, sizes=_sizes(manifest))
         words = f"its state of {max(time.time() - manifest.saved_at, 0):.1f} s ago"
         if self.options.kind is Durability.LOG:
@@ -208,13 +209,19 @@ class Keeper:
                 self.save()
         return Restored(store, lineage, words)
 
-    def _replay(self, store: Store, manifest: state_pb2.Manifest, segments: list[int], *, newest: bool) -> int:
-        """Apply the log, whatever is chosen now: what was acknowledged under another choice counts, too."""
+    def _replay(
+        self, store: Store, manifest: state_pb2.Manifest, segments: list[int], *, newest: bool
+    ) -> tuple[int, int]:
+        """Apply the log, whatever is chosen now: what was acknowledged under another choice counts, too.
+
+        Returns:
+            How many updates of shards that were, and the epoch of the coordinator that the job has behind them.
+        """
         assert self._directory is not None
         if not manifest.logged:
-            return 0
+            return 0, manifest.epoch
         paths = [self._directory.log_file(number) for number in segments]
-        return replayed(store, manifest.holding, records(paths, manifest.generation, cut=True), newest=newest)
+        return replayed(store, manifest, records(paths, manifest.generation, cut=True), newest=newest)
 
     def begin(self, store: Store, lineage: Lineage) -> None:
         """A new job: what was kept of the one before goes."""
@@ -316,7 +323,7 @@ class Keeper:
             if not self._plan.is_saved(self._owed):
                 raise UnavailableError("no update is taken before it is written down that another coordinator goes on")
         job = self._job
-        holding = job.lineage.holding if job is not None and job.store is store else 0  # 0: its job is over
+        mine = job.lineage if job is not None and job.store is store else Lineage()  # none: its job is over
         optimizers = {part.optimizer.spec.id: part.optimizer for part in placed if part.optimizer is not None}
         used = [saved_optimizer(known) for known in optimizers.values()]
         size = total + request.ByteSize() + 16 * len(request.items) + sum(saved.ByteSize() + 8 for saved in used)
@@ -336,7 +343,7 @@ class Keeper:
                 else:
                     counts = applied + [0] * (len(request.items) - len(applied))
                     record = state_pb2.LogRecord(update=request, updates=counts, total_bytes=total, last=True)
-                    record.holding = holding
+                    record.holding, record.epoch = mine.holding, mine.epoch
                     record.optimizers.extend(used)
                     self._log.record(ticket, room, record, payload.chunks if total else ())
                 if 0 in applied:
@@ -451,6 +458,8 @@ class Keeper:
             with self._changed:
                 if self._job is not job:
                     return  # what was written is cleared next
+            if job.store.job != manifest.job:  # some of it may be the next coordinator's: that has asked for another
+                raise UnavailableError("another coordinator took over while a generation was written")
             directory.commit(manifest)
         except BaseException:
             directory.give_up(generation)
@@ -483,16 +492,12 @@ class Keeper:
             }
         for held in variables:
             for number, shard in held.shards.items():
-                before = known.get((held.spec.id, number))
-                # An average or a slot that was made since makes no update less; what has no update has no keys.
-                if before is not None and before.updates == shard.updates:
-                    manifest.shards.append(before)
-                    continue
-                saved, capture = captured(job.store, held.spec.id, number, shard)
-                try:
-                    saved.arrays.extend(data.add(capture.arrays, capture))
-                finally:
-                    shard.release(capture)
+                saved, capture = captured(job.store, held.spec.id, number, shard, known.get((held.spec.id, number)))
+                if capture is not None:
+                    try:
+                        saved.arrays.extend(data.add(capture.arrays, capture))
+                    finally:
+                        shard.release(capture)
                 manifest.shards.append(saved)
 
 

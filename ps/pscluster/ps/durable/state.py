@@ -58,8 +58,14 @@ def _declare(store: Store, saved: state_pb2.SavedOptimizer) -> None:
     store.create(request, Payload([memoryview(b"")]))
 
 
-def captured(store: Store, variable: int, number: int, shard: Shard) -> tuple[state_pb2.SavedShard, Capture]:
-    """A shard as it is now, with what is remembered of its updates. The arrays are still to be read."""
+def captured(
+    store: Store, variable: int, number: int, shard: Shard, before: state_pb2.SavedShard | None
+) -> tuple[state_pb2.SavedShard, Capture | None]:
+    """A shard as it is now, with what is remembered of its updates.
+
+    The arrays are still to be read; without a capture they are those that were saved before. What is remembered is not:
+    the keys of a coordinator that is gone would be taken for those of the next one, which numbers its functions anew.
+    """
     saved = state_pb2.SavedShard(variable=variable, shard=number)
     with shard.lock:
         saved.updates = shard.updates
@@ -74,6 +80,10 @@ def captured(store: Store, variable: int, number: int, shard: Shard) -> tuple[st
                     key=origin.key,
                     nth=nths,
                 )
+        # An average or a slot that was made since makes no update less.
+        if before is not None and before.updates == saved.updates:
+            saved.arrays.extend(before.arrays)
+            return saved, None
         return saved, shard.capture()
 
 
@@ -158,11 +168,15 @@ class Replay:
     Those that a generation holds are passed over. Records of one shard may stand in another order than its updates
     were applied in; where one is missing, because it was never flushed and so never acknowledged, what came behind it
     is applied without it, when all records are read.
+
+    Behind a generation that can't be used the store may be of the coordinator before: with the first update of the
+    next one it is taken over, as it was then.
     """
 
-    def __init__(self, store: Store, holding: int) -> None:
+    def __init__(self, store: Store, holding: int, epoch: int) -> None:
         self._store = store
         self._holding = holding
+        self.epoch = epoch  # of the last coordinator
         self._here = {held.spec.id for held in store.held()[0]}
         self._declared: dict[int, bytes] = {}
         self.passed_over = 0  # of variables that are not there: they were deleted
@@ -173,6 +187,9 @@ class Replay:
         """Take the next record. DamagedError if it does not fit the store."""
         if record.holding != self._holding:
             return  # of a job before this one, which was still under way as this began
+        if record.epoch > self.epoch:
+            self._store.take_over(record.update.job)
+            self.epoch = record.epoch
         data = Payload([payload])
         kept = [number for number, item in enumerate(record.update.items) if item.variable in self._here]
         self.passed_over += len(record.update.items) - len(kept)
@@ -218,17 +235,21 @@ class Replay:
 
 
 def replayed(
-    store: Store, holding: int, records: Iterable[tuple[state_pb2.LogRecord, memoryview]], *, newest: bool
-) -> int:
-    """Apply a log; how many updates of shards that were.
+    store: Store,
+    manifest: state_pb2.Manifest,
+    records: Iterable[tuple[state_pb2.LogRecord, memoryview]],
+    *,
+    newest: bool,
+) -> tuple[int, int]:
+    """Apply a log; how many updates of shards that were, and the epoch of the coordinator that sent the last.
 
     Args:
-        holding: of the job; updates of another are passed over.
+        manifest: of the generation that the store is of; updates of another job are passed over.
         newest: the store is of the newest generation, so that its optimizers were declared last.
     """
     _, optimizers, _ = store.held()
     declared_last = list(map(saved_optimizer, optimizers))
-    replay = Replay(store, holding)
+    replay = Replay(store, manifest.holding, manifest.epoch)
     for record, payload in records:
         replay.add(record, payload)
     replay.end()
@@ -237,4 +258,4 @@ def replayed(
             _declare(store, saved)
     if replay.passed_over:
         logger.warning("%d updates in the log are of variables that are not there any more", replay.passed_over)
-    return replay.applied
+    return replay.applied, replay.epoch
