@@ -43,6 +43,7 @@ from pscluster.core.errors import (
     WaitTimeoutError,
     from_rpc,
 )
+from pscluster.core.fault_points import reach
 from pscluster.core.handles import Handle
 from pscluster.core.values import MAX_DEPTH, Buffer, ClassDefiner, children, nesting, splice
 from pscluster.ps.ledger import IntervalSet
@@ -363,7 +364,9 @@ class Dispatcher:
             server.over = True
         # The roles first, while they still see the coordinator: an ended job is no lost coordinator.
         peers = [*(link.peer for link in self._links), *(server.peer for server in self._servers)]
+        reach("coordinator.end.before")
         await asyncio.gather(*(end_job(peer, self._attach.job, reason, self._metadata) for peer in peers))
+        reach("coordinator.end.after")
         await _end(self._jobs)
         await asyncio.gather(*(link.connection.close() for link in self._links if link.connection is not None))
         with self._changed:
@@ -504,12 +507,14 @@ class Dispatcher:
             had_tasks = self._scheduler.lose(index)
             for task in self._scheduler.workers[index].limbo[:1]:  # it was running; the others waited behind it
                 task.payload.deaths = (*task.payload.deaths, f"{link.peer} ({link.why})")
+        reach("coordinator.close.before")
         try:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._servers))
         except PsClusterError as error:
             if had_tasks:
                 why = f"the updates of a lost worker can't be shut out from all parameter servers: {error}"
                 self._abort(PSUnavailableError(why), final=True)
+        reach("coordinator.close.after")
         with self._changed:
             exhausted = FunctionError()
             exhausted.worker, exhausted.attempts = index, self._max_attempts
@@ -524,6 +529,7 @@ class Dispatcher:
                 self._set_error(task, exhausted, RemoteValueStatus.FAILED)
             self._settle_cancelled(cancelled)
             self._changed.notify_all()
+        reach("coordinator.retry.after")
         self._wake_hungry()
 
     async def _write(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
@@ -550,7 +556,9 @@ class Dispatcher:
             ready = await self._prepare(index, link, connection, tasks, places)
             link.heard = time.monotonic()
             if ready:
+                reach("coordinator.send.before")
                 await connection.send(places[0], [self._message(index, task) for task in ready])
+                reach("coordinator.send.after")
             await self._forget_definitions(index, link, connection)
             del tasks, ready  # lest their arrays, and handles, be kept here until there is something new to send
 
@@ -663,6 +671,7 @@ class Dispatcher:
 
     async def _read(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
         async for outcomes in connection.outcomes():
+            reach("coordinator.outcome.before")
             complete: list[tuple[Outcome, Sequence[Buffer]]] = []
             for outcome in outcomes:
                 buffers: Sequence[Buffer] = ()
@@ -672,6 +681,7 @@ class Dispatcher:
                 complete.append((outcome, buffers))
             link.heard = time.monotonic()
             self._take_outcomes(index, complete)
+            reach("coordinator.outcome.after")
             link.wake.set()
             del outcomes, outcome, buffers, complete  # as above
 
@@ -862,6 +872,7 @@ class Dispatcher:
             await asyncio.sleep(FINISH_SECONDS)
             if not (intervals := list(untold)):
                 continue
+            reach("coordinator.finish.before")
             try:
                 await server.finish_functions(intervals)
             except PsClusterError as error:  # a server that is lost is noticed elsewhere
