@@ -65,6 +65,15 @@ class TestAttachment:
         attachment.detach(first)
         assert attachment.held
 
+    def test_late_end_of_a_later_stream(self) -> None:
+        """Of two attempts to attach the one that was given up may be let in last; its end changes nothing either."""
+        attachment = Attachment("ps 0")
+        attachment.attach(A, "chief a")
+        attachment.attach(A, "chief a")
+        attachment.detach(attachment.number)
+        with pytest.raises(BusyError):
+            attachment.attach(B, "chief b")
+
     def test_end(self) -> None:
         """The end of the job frees the role and forgets the job."""
         attachment = Attachment("ps 0")
@@ -120,13 +129,13 @@ class AttachmentMachine(RuleBasedStateMachine):
         super().__init__()
         self.attachment = Attachment("ps 0")
         self.streams: dict[int, int] = {}  # number of an open stream: its job
-        self.newest = 0
+        self.holding: set[int] = set()  # the attachments of the job that came last, as far as their streams are open
         self.kept = 0  # the job whose state the role has
 
     @property
     def holder(self) -> int:
         """The job that holds the role, 0 if none does."""
-        return self.streams.get(self.newest, 0)
+        return self.kept if self.holding else 0
 
     @rule(job=jobs)
     def attach(self, job: int) -> None:
@@ -136,9 +145,12 @@ class AttachmentMachine(RuleBasedStateMachine):
                 self.attachment.attach(job, f"chief {job}")
             return
         assert self.attachment.attach(job, f"chief {job}") == (job != self.kept)
-        self.newest = self.attachment.number
-        assert self.newest not in self.streams, "each attachment has a number of its own"
-        self.streams[self.newest] = self.kept = job
+        if job != self.kept:
+            self.holding.clear()
+        newest = self.attachment.number
+        assert newest not in self.streams, "each attachment has a number of its own"
+        self.streams[newest] = self.kept = job
+        self.holding.add(newest)
 
     @precondition(lambda self: bool(self.streams))
     @rule(data=st.data())
@@ -146,6 +158,7 @@ class AttachmentMachine(RuleBasedStateMachine):
         """Streams end in any order."""
         number = data.draw(st.sampled_from(sorted(self.streams)))
         del self.streams[number]
+        self.holding.discard(number)
         self.attachment.detach(number)
 
     @rule(job=jobs)
@@ -156,11 +169,12 @@ class AttachmentMachine(RuleBasedStateMachine):
                 self.attachment.end(job)
             return
         self.attachment.end(job)
-        self.newest = self.kept = 0
+        self.kept = 0
+        self.holding.clear()
 
     @invariant()
     def agrees(self) -> None:
-        """The role is held by the job whose newest stream is open."""
+        """The role is held by its job as long as any stream of that is open."""
         assert self.attachment.held == bool(self.holder)
         assert self.attachment.job == self.kept
         if self.holder:

@@ -49,6 +49,7 @@ from pscluster.core.errors import (
     WaitTimeoutError,
     from_rpc,
 )
+from pscluster.core.fault_points import reach
 from pscluster.core.handles import Handle
 from pscluster.core.values import MAX_DEPTH, Buffer, ClassDefiner, children, nesting, splice
 from pscluster.ps.ledger import IntervalSet
@@ -81,7 +82,7 @@ TIMEOUT_STEP = 0.1
 STOP_SECONDS = 5.0
 """So long one that has may go on to its next library call, where it stops. Then its worker is given up."""
 
-MAX_DEFINITIONS = 1024
+MAX_DEFINITIONS = 256
 """So many functions and classes a worker keeps, beyond those that it still needs."""
 
 Outcome = worker_pb2.Outcome
@@ -484,7 +485,9 @@ class Dispatcher:
             server.over = True
         # The roles first, while they still see the coordinator: an ended job is no lost coordinator.
         peers = [*(link.peer for link in self._links), *(server.peer for server in self._servers)]
+        reach("coordinator.end.before")
         await asyncio.gather(*(end_job(peer, self._attach.job, reason, self._metadata) for peer in peers))
+        reach("coordinator.end.after")
         await _end(self._jobs)
         await asyncio.gather(*(link.connection.close() for link in self._links if link.connection is not None))
         with self._changed:
@@ -634,12 +637,14 @@ class Dispatcher:
                 task.payload.deaths = (*task.payload.deaths, f"{link.peer} ({link.why})")
             first = next(iter(self._scheduler.workers[index].limbo), None)
             overdue = first if first is not None and first.id == link.overdue else None
+        reach("coordinator.close.before")
         try:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._servers))
         except PsClusterError as error:
             if had_tasks:
                 why = f"the updates of a lost worker can't be shut out from all parameter servers: {error}"
                 self._abort(PSUnavailableError(why), final=True)
+        reach("coordinator.close.after")
         with self._changed:
             exhausted = FunctionError()
             exhausted.worker, exhausted.attempts = index, self._max_attempts
@@ -661,6 +666,7 @@ class Dispatcher:
                 self._set_error(task, exhausted, RemoteValueStatus.FAILED)
             self._settle_cancelled(cancelled)
             self._changed.notify_all()
+        reach("coordinator.retry.after")
         self._wake_hungry()
 
     async def _write(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
@@ -796,6 +802,7 @@ class Dispatcher:
     # On the threads of the workers' outcomes
 
     def _take(self, index: int, connection: WorkerConnection, outcomes: Sequence[Outcome]) -> None:
+        reach("coordinator.outcome.before")
         complete: list[tuple[Outcome, Sequence[Buffer]]] = []
         for outcome in outcomes:
             buffers: Sequence[Buffer] = ()
@@ -805,6 +812,7 @@ class Dispatcher:
             complete.append((outcome, buffers))
         self._links[index].heard = time.monotonic()
         self._take_outcomes(index, complete)
+        reach("coordinator.outcome.after")
 
     def _take_outcomes(self, index: int, outcomes: Iterable[tuple[Outcome, Sequence[Buffer]]]) -> None:
         scheduler = self._scheduler
@@ -1018,6 +1026,7 @@ class Dispatcher:
             intervals, keys = list(untold), list(forgotten)
             if not intervals and not keys:
                 continue
+            reach("coordinator.finish.before")
             try:
                 await server.finish_functions(intervals, keys)
             except PsClusterError as error:  # a server that is lost is noticed elsewhere

@@ -10,6 +10,7 @@ import numpy as np
 
 from pscluster.coordinator.partitioners import FixedShardsPartitioner
 from pscluster.core.errors import MisuseError
+from pscluster.core.fault_points import reach
 from pscluster.ps.variables import Variable
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ class JobProgress:
             )
         data = np.zeros(CAPACITY, np.uint8)
         data[: _LENGTH_BYTES + len(text)] = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little") + text, np.uint8)
+        reach("coordinator.progress.before")
         self._bytes().assign(data)
+        reach("coordinator.progress.after")
 
     def prepare(self, saved: Container[str]) -> None:
         """Have the variable, if a checkpoint has it."""

@@ -25,14 +25,15 @@ import tenacity
 
 from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress, open_channel
 from pscluster.core.errors import (
-    RETRYABLE,
     BusyError,
     PsClusterError,
     PSUnavailableError,
     StaleError,
     UnavailableError,
     from_rpc,
+    is_retryable,
 )
+from pscluster.core.fault_points import reach
 from pscluster.core.frames import Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.rpc import Stub
 from pscluster.core.streams import Metadata, Stream, open_stream
@@ -44,6 +45,8 @@ from pscluster.worker.service import SERVICE as WORKER_SERVICE
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
+_END_SECONDS = 5.0
+_FEW = 3  # attempts of what nobody is to wait long for
 _STEPS = f"/{WORKER_SERVICE.full_name}/Steps"
 _UNLOADED_SECONDS = 600.0  # a definition or dataset may take long to load
 
@@ -220,10 +223,19 @@ class PsLink:
 
 async def end_job(peer: PeerAddress, job: int, reason: str, metadata: Metadata) -> None:
     """Tell a role that the job is over, on a connection of its own: the ones in use may be broken."""
+    request = node_pb2.EndJobRequest(job=job, reason=reason)
     async with _open(peer) as channel:
+        node, until = Stub(channel, NODE_SERVICE), time.monotonic() + _END_SECONDS
         try:
-            request = node_pb2.EndJobRequest(job=job, reason=reason)
-            await Stub(channel, NODE_SERVICE).end_job(request, metadata=metadata, timeout=5.0)
+            # A role that did not hear of it keeps what it holds, and waits. One that is gone fails at once each time.
+            async for attempt in tenacity.AsyncRetrying(
+                retry=tenacity.retry_if_exception(is_retryable),
+                wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.25),
+                stop=tenacity.stop_after_attempt(_FEW) | tenacity.stop_after_delay(_END_SECONDS),
+                reraise=True,
+            ):
+                with attempt:
+                    await node.end_job(request, metadata=metadata, timeout=max(until - time.monotonic(), 0.1))
         except grpc.RpcError as error:
             logger.debug("could not tell %s that the job is over: %s", peer, error.code().name)
 
@@ -261,6 +273,7 @@ class WorkerConnection:
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[Exception | None] = loop.create_future()  # why the stream did; None: in order
+        self._closed = False
         self.incarnation = 0
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
@@ -316,7 +329,7 @@ class WorkerConnection:
                 await heart.status(node_pb2.StatusRequest(), metadata=self._metadata, timeout=max(lease - silent, 0.1))
                 heard = time.monotonic()
             except grpc.RpcError as error:
-                if error.code() not in RETRYABLE:
+                if not is_retryable(error):
                     heard = time.monotonic()  # it has said something
             await asyncio.sleep(max(lease / 3 - (time.monotonic() - asked), 0.05))
         return f"it has not answered for {silent:.0f} s"
@@ -325,7 +338,9 @@ class WorkerConnection:
         """Send functions. Whether they arrive, the stream's end tells."""
         assert self._stream is not None
         request = worker_pb2.StepsRequest(incarnation=self.incarnation, position=position, steps=steps)
+        reach("coordinator.send.before")
         self._stream.send(request.SerializeToString())
+        reach("coordinator.send.after")
 
     def end_steps(self) -> None:
         """No more functions come. The worker ends its side when there is an outcome of all that did."""
@@ -370,7 +385,15 @@ class WorkerConnection:
         request = worker_pb2.RecallRequest(
             incarnation=self.incarnation, functions=functions, positions=positions, cancel_running=cancel_running
         )
-        await self._worker.recall(request, metadata=self._metadata, timeout=CALL_SECONDS)
+        # Until the link itself is lost: what is cancelled and does not hear of it may run for ever.
+        async for attempt in tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(is_retryable),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.25),
+            stop=lambda _: self._closed,
+            reraise=True,
+        ):
+            with attempt:
+                await self._worker.recall(request, metadata=self._metadata, timeout=CALL_SECONDS)
 
     async def release(self, resources: Sequence[int] = (), definitions: Sequence[str] = ()) -> None:
         """Nobody uses these any more."""
@@ -379,6 +402,7 @@ class WorkerConnection:
 
     async def close(self) -> None:
         """Close the connection; the worker notices. No outcome is taken afterwards."""
+        self._closed = True
         if self._attached is not None:
             self._attached.cancel()
         self._steps_channel.close()  # with all that its thread may wait for

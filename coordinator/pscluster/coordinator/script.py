@@ -17,6 +17,7 @@ from pscluster.coordinator.settings import set_process_options
 from pscluster.coordinator.strategy import ParameterServerStrategy, close_all
 from pscluster.core.cluster import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.fault_points import arm
 from pscluster.core.process import complain, configure_logging, main_of, tune_allocator
 from pscluster.core.serving import RoleOptions, expect_type, log_level_option, on_parents_death, role_options
 from pscluster.core.tokens import load_token
@@ -46,6 +47,7 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
     set_process_options(options)
     configure_logging(name, options.log_level)
     tune_allocator()
+    arm(role)
     stopped: list[str] = []
     in_script = False
 

@@ -38,6 +38,7 @@ from pscluster.core.cluster import ClusterResolver, ClusterSpec, validate_for_st
 from pscluster.core.definitions import capture
 from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
 from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError
+from pscluster.core.fault_points import arm, reach
 from pscluster.core.geometry import Partition
 from pscluster.core.handles import Handle
 from pscluster.core.identity import fresh_id, make_identity
@@ -110,6 +111,7 @@ class ParameterServerStrategy(Strategy):
         spec = cluster_resolver.cluster_spec()
         validate_for_strategy(spec, cluster_resolver.task_type, cluster_resolver.task_id)
         options = process_options()
+        arm("chief")
         if token is None:
             token = cluster_resolver.token if isinstance(cluster_resolver, LocalCluster) else options.token
         timeout = options.connect_timeout if connect_timeout is None else connect_timeout
@@ -188,6 +190,7 @@ class ParameterServerStrategy(Strategy):
         ]
         try:
             await servers[0].take()  # of two coordinators that begin at once, server 0 picks one
+            reach("coordinator.attach.first")
             await asyncio.gather(*(server.take() for server in servers[1:]))
         except BaseException:
             # The job has not begun: nobody is to be told that it is over, least of all another job's roles.
@@ -196,6 +199,7 @@ class ParameterServerStrategy(Strategy):
         for server in servers:
             server.begin()
         self._servers = servers
+        reach("coordinator.attach.after")
         holdings = [server.holding for server in servers]
         self._client.expect(holdings)
         self._attach_request.holdings.extend(holdings)
@@ -208,7 +212,7 @@ class ParameterServerStrategy(Strategy):
         """What the job has; what a coordinator that died has left half made is removed."""
         live, remains = LiveJob.of(self._client.directory())
         for name in remains:
-            self._client.delete_variable(name)
+            self._client.delete_variable(name, patient=True)
         self._last_id = live.last_id
         logger.info("going on with a job of %d variables: %s", len(live.variables), ", ".join(live.variables) or "none")
         return live
@@ -382,7 +386,9 @@ class ParameterServerStrategy(Strategy):
                     owners=owners,
                     trainable=request.trainable,
                 )
+                reach("coordinator.create.before")
                 self._client.create_variable(spec, initial.shards(partition), initial.initializers)
+                reach("coordinator.create.after")
             except BaseException:
                 with self._lock:
                     self._placer.release(partition, dtype, owners)

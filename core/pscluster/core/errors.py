@@ -167,6 +167,11 @@ KIND_METADATA = "pscluster-error"
 RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 
 
+def is_retryable(error: BaseException) -> bool:
+    """Did a call fail as it does where the peer can't be reached? Of grpc's errors, not ours."""
+    return isinstance(error, grpc.RpcError) and error.code() in RETRYABLE
+
+
 def kind_of(error: PsClusterError) -> tuple[str, grpc.StatusCode]:
     """The wire's name of an error and the gRPC status it travels under."""
     for kind, cls, status in _TABLE:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from pscluster.core.errors import BusyError, StaleError
+from pscluster.core.fault_points import reach
 from pscluster.core.identity import check_version
 from pscluster.v1 import node_pb2
 
@@ -39,8 +40,14 @@ class Attachment:
     role: str
     job: int = 0
     holder: str = ""
-    held: bool = False
-    number: int = 0  # of the attachment that holds, so that the late end of an earlier stream changes nothing
+    number: int = 0  # of the last attachment
+    _open: set[int] = field(default_factory=set)  # those of this job whose streams have not ended
+
+    @property
+    def held(self) -> bool:
+        """Does a coordinator have the role? As long as any stream of its job is open: of two attempts to attach, the
+        one that was given up may come last, and end."""
+        return bool(self._open)
 
     def attach(self, job: int, coordinator: str, take_over: bool = False) -> bool:
         """A coordinator takes the role. True if it brings another job. BusyError while another one holds it."""
@@ -50,24 +57,27 @@ class Attachment:
                 "coordinator a cluster of its own"
             )
         fresh = job != self.job
-        self.job, self.holder, self.held = job, coordinator, True
+        if fresh:
+            self._open.clear()
+        self.job, self.holder = job, coordinator
         self.number += 1
+        self._open.add(self.number)
         return fresh
 
     def detach(self, number: int) -> None:
         """The stream of that attachment ended."""
-        if number == self.number:
-            self.held = False
+        self._open.discard(number)
 
-    def is_left(self, job: int, number: int) -> bool:
-        """Is this job's state here, and has nobody attached since that attachment?"""
-        return bool(job) and (self.job, self.number, self.held) == (job, number, False)
+    def is_left(self, job: int, last: int | None = None) -> bool:
+        """Is this job's state here, without its coordinator? And has nobody attached since the `last` attachment?"""
+        return bool(job) and self.job == job and not self.held and last in (None, self.number)
 
     def end(self, job: int) -> None:
         """The job is over. StaleError if the role is held for another one."""
         if self.job and job != self.job:
             raise StaleError(f"{self.role} works for another job")
-        self.job, self.holder, self.held = 0, "", False
+        self.job, self.holder = 0, ""
+        self._open.clear()
 
 
 class Role:
@@ -90,6 +100,12 @@ class Role:
     def attached(self, request: node_pb2.AttachRequest) -> int:  # noqa: ARG002  (for those who override it)
         """A coordinator took the role. The incarnation to work under, 0 if the role needs none."""
         return 0
+
+    def keep(self) -> None:
+        """The coordinator is to be told that it has the role: what it is told has to hold. May block, and refuse.
+
+        Not under the node's lock.
+        """
 
     def job_ended(self) -> None:
         """The job is over: drop its state."""
@@ -166,13 +182,16 @@ class NodeService:
             event.incarnation = self._role.attached(request)
             self._role.account(event)
             self._streams.open.add(over)
+            reach("node.attach.before")
             leaving = self._streams.leaving
         # Called at once if the stream has ended already.
         if not context.add_callback(over.set):
             over.set()
         logger.info("working for %s", request.coordinator.name)
         try:
+            self._role.keep()
             yield event
+            reach("node.attach.after")
             while context.is_active():
                 if leaving:
                     yield node_pb2.AttachEvent(kind=node_pb2.AttachEvent.LEAVING)
@@ -186,21 +205,22 @@ class NodeService:
             with self._lock:
                 self._streams.open.discard(over)
                 self._attachment.detach(number)
-                lost = self._attachment.job == request.job and not self._streams.leaving
+                lost = self._attachment.is_left(request.job) and not self._streams.leaving
+                last = self._attachment.number
             if lost:
                 logger.info("%s is gone; its state is kept for now", request.coordinator.name)
-                self._wait_for_coordinator(request.job, number)
+                self._wait_for_coordinator(request.job, last)
 
-    def _wait_for_coordinator(self, job: int, number: int) -> None:
+    def _wait_for_coordinator(self, job: int, last: int) -> None:
         if self._coordinator_timeout < threading.TIMEOUT_MAX:
-            timer = threading.Timer(self._coordinator_timeout, self._give_up, (job, number))
+            timer = threading.Timer(self._coordinator_timeout, self._give_up, (job, last))
             timer.daemon = True
             timer.start()
 
-    def _give_up(self, job: int, number: int) -> None:
+    def _give_up(self, job: int, last: int) -> None:
         """Drop the job unless its coordinator has come back since that attachment, or has ended it."""
         with self._lock:
-            if not self._attachment.is_left(job, number) or self._streams.leaving:
+            if not self._attachment.is_left(job, last) or self._streams.leaving:
                 return
             self._attachment.end(job)
             self._role.job_ended()
@@ -209,9 +229,11 @@ class NodeService:
 
     def end_job(self, request: node_pb2.EndJobRequest, _context: grpc.ServicerContext) -> node_pb2.EndJobReply:
         """The coordinator's script has ended."""
+        reach("node.end.before")
         with self._lock:
             self._attachment.end(request.job)
             self._role.job_ended()
+        reach("node.end.after")
         logger.info("the job is over: %s", request.reason or "no reason given")
         self._on_job_end()
         return node_pb2.EndJobReply()

@@ -28,6 +28,7 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pscluster.core import fault_points
 from pscluster.core.channels import NODE_SERVICE, SERVER_OPTIONS
 from pscluster.core.cluster import Task, TFConfig, is_loopback, split_address
 from pscluster.core.errors import ConfigurationError, PsClusterError
@@ -172,6 +173,8 @@ class RoleServer:
             experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1)
         )
         interceptors: list[grpc.ServerInterceptor] = [TokenInterceptor(options.token)] if options.token else []
+        if (faults := fault_points.armed()) is not None:
+            interceptors.append(faults.interceptor())
         self._server = grpc.server(
             ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc"),
             interceptors=interceptors,
@@ -279,6 +282,7 @@ def run_role(
     """
     configure_logging(f"{role_name}/{index}", options.log_level)
     tune_allocator()
+    fault_points.arm(role_name)
     stop = StopRequest()
     stop.on_signals()
     if options.exit_with_parent:

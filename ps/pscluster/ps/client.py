@@ -11,6 +11,7 @@ variables: that is an error at once, and names it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -36,7 +37,9 @@ from pscluster.core.errors import (
     UnavailableError,
     from_kind,
     from_rpc,
+    is_retryable,
 )
+from pscluster.core.fault_points import reach
 from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, unpack, view
 from pscluster.ps.connections import Server, Session
 from pscluster.ps.kept import Kept, Verdict, kept_bytes
@@ -269,6 +272,7 @@ class PsClient:
             for session in begun.values():
                 session.close()  # a reply that nobody takes off must not meet the next request
             raise
+        reach("client.exchange.after")
         failure: BaseException | None = None
         for index, data in requests.items():
             try:
@@ -481,10 +485,12 @@ class PsClient:
                     small[index] = pack(request, buffers)
                 else:
                     large[index] = functools.partial(self._push_update, index, request, buffers, mine)
+            reach("client.update.before")
             if small:
                 self._exchange(small, lambda index, reply, _: self._note(by_server[index], reply.update))
             if large:
                 self._on_each(large)
+            reach("client.update.after")
             self._pushed += sum(len(part.values) + (0 if part.ids is None else part.ids.nbytes) for part in parts)
         finally:
             if number:
@@ -686,15 +692,24 @@ class PsClient:
                 return
         raise MisuseError(f"the rule of optimizer {spec.name!r} can't be loaded on ps {index}: {why}")
 
-    def delete_variable(self, name: str) -> None:
-        """Remove a variable everywhere, as far as the servers can be reached."""
+    def delete_variable(self, name: str, *, patient: bool = False) -> None:
+        """Remove a variable everywhere: as far as the servers can be reached, or, if patient, waiting for them."""
+        request = ps_pb2.DeleteRequest(job=self.job, name=name)
+        # A few times: what stays on one server would be in the way of a variable of that name. But not for long where
+        # it is a cleanup behind an error that is being raised already.
+        few_times = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(is_retryable),
+            wait=tenacity.wait_random_exponential(multiplier=0.02, max=0.25),
+            stop=tenacity.stop_after_attempt(3) | tenacity.stop_after_delay(self._timeout),
+            reraise=True,
+        )
         for server in self._servers:
-            try:
-                server.control.delete(
-                    ps_pb2.DeleteRequest(job=self.job, name=name), metadata=server.metadata, timeout=self._timeout
-                )
-            except grpc.RpcError:  # a cleanup behind an error that is being raised already
+            delete = functools.partial(server.control.delete, request, metadata=server.metadata, timeout=self._timeout)
+            if patient:
+                self._retrying(server, delete)
                 continue
+            with contextlib.suppress(grpc.RpcError):
+                few_times(delete)
 
     def describe_variable(self, name: str) -> ps_pb2.VariableSpec:
         """Look a variable up. Any server knows all of them."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from pscluster.core.fault_points import reach
 from pscluster.core.identity import make_identity
 from pscluster.core.process import main_of
 from pscluster.core.serving import (
@@ -65,6 +66,7 @@ def serve_ps(
             if not service.drain.close(options.grace):
                 logger.warning("requests were still under way after %g s; they are cut off", options.grace)
             server.stop(0)  # streams do not end by themselves
+            reach("ps.stop.before")
             role.keeper.close()
 
         return close

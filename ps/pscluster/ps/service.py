@@ -13,6 +13,7 @@ import grpc
 from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.drain import Drain
 from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError, kind_of
+from pscluster.core.fault_points import reach
 from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.node import Role
@@ -43,7 +44,9 @@ class ParameterServerRole(Role):
     def __init__(self, index: int, keeper: Keeper | None = None) -> None:
         self.keeper = keeper or Keeper(DurabilityOptions())
         self.parts = Parts()
+        reach("ps.restore.before")
         found = self.keeper.restore()
+        reach("ps.restore.after")
         self.store = Store(index) if found is None else found.store
         self.kept_job = self.store.job
         self._origin = Lineage() if found is None else found.lineage
@@ -51,6 +54,7 @@ class ParameterServerRole(Role):
         # Restored, and not told yet which workers were given up meanwhile: nobody is served before that.
         self.waiting = found is not None
         self._own_until = time.monotonic() + OWN_SECONDS
+        self._new = False  # the job has begun, and may not be on disk
 
     def serving(self) -> Store:
         """The store, for whoever asks for something of it. UnavailableError while it waits for its coordinator."""
@@ -83,7 +87,9 @@ class ParameterServerRole(Role):
     def job_began(self, request: node_pb2.AttachRequest) -> None:
         """Go on with what there is, if it is of the same lineage; else start empty: what is left is dropped."""
         if request.lineage and request.lineage == self._origin.lineage:
+            reach("ps.epoch.before")
             self.store.take_over(request.job)
+            reach("ps.epoch.after")
             self._origin = replace(self._origin, epoch=request.epoch)
             self.keeper.go_on(self._origin)
             return
@@ -91,6 +97,7 @@ class ParameterServerRole(Role):
         self.store, self._restored = Store(self.store.index, request.job), ""
         self._origin = Lineage(fresh_id(), request.lineage, request.epoch, request.job_name)
         self.keeper.begin(self.store, self._origin)
+        self._new = True
 
     def attached(self, request: node_pb2.AttachRequest) -> int:
         """Another number where the store is another: a coordinator that comes back sees what it has lost."""
@@ -109,6 +116,15 @@ class ParameterServerRole(Role):
         """What is held."""
         mine = self._origin
         reply.holding, reply.lineage, reply.epoch, reply.job_name = mine.holding, mine.lineage, mine.epoch, mine.name
+
+    def keep(self) -> None:
+        """A job that has begun is on disk: else a server that dies now comes back without it, or with the one before.
+
+        PsClusterError, with the reason, if it can't be put there.
+        """
+        if self._new:
+            self.keeper.save()
+            self._new = False
 
     def job_ended(self) -> None:
         """Drop the job's variables."""
@@ -166,6 +182,7 @@ class ParameterServerService:
         """Small requests, answered in order. A refused one does not end the session."""
         for data in requests:
             yield self._reply(data)
+            reach("ps.answer.after")
 
     def _reply(self, data: bytes) -> bytes:
         reply, buffers = ps_pb2.Reply(last=True), list[Buffer]()
@@ -274,15 +291,20 @@ class ParameterServerService:
     def _update(
         self, store: Store, request: ps_pb2.Request, placed: list[Placed], payload: Payload
     ) -> ps_pb2.UpdateReply:
-        return self._role.keeper.update(store, request.update, placed, payload, request.total_bytes)
+        reply = self._role.keeper.update(store, request.update, placed, payload, request.total_bytes)
+        reach("ps.acknowledge.before")
+        return reply
 
     def _create(self, store: Store, request: ps_pb2.CreateRequest, payload: Payload, reply: ps_pb2.Reply) -> None:
         reply.create.SetInParent()
         if request.HasField("rule") and len(payload.joined()):
             self._role.keeper.check_rule(request.optimizer.name)
         try:
+            reach("ps.create.before")
             store.create(request, payload)
+            reach("ps.create.after")
             self._role.keeper.save()
+            reach("ps.create.saved")
         except UnresolvedReference as reason:
             reply.create.unresolved = str(reason) or "no reason given"
 
@@ -307,6 +329,7 @@ class ParameterServerService:
         """Remove a variable."""
         store = self._store_of(request.job)
         store.delete(request.name)
+        reach("ps.delete.after")
         self._role.keeper.save()
         return ps_pb2.DeleteReply()
 
@@ -315,7 +338,9 @@ class ParameterServerService:
     ) -> ps_pb2.CloseIncarnationReply:
         """Nothing of this incarnation is applied after the reply."""
         store = self._store_of(request.job)
+        reach("ps.incarnation.before")
         store.close_incarnation(request.incarnation)
+        reach("ps.incarnation.after")
         return ps_pb2.CloseIncarnationReply()
 
     def finish_functions(
@@ -326,6 +351,7 @@ class ParameterServerService:
         if len(request.starts) != len(request.stops):
             raise ProtocolError("intervals of functions need as many stops as starts")
         store.finish_functions(list(zip(request.starts, request.stops, strict=True)), request.keys)
+        reach("ps.finish.after")
         return ps_pb2.FinishFunctionsReply()
 
     def checkpoint(self, request: ps_pb2.CheckpointRequest, _context: grpc.ServicerContext) -> ps_pb2.CheckpointReply:
@@ -335,8 +361,11 @@ class ParameterServerService:
         with self.drain.passing():
             if request.action == ps_pb2.CheckpointRequest.MARK:
                 self._role.parts.mark(store, request.id)
+                reach("ps.mark.after")
             elif request.action == ps_pb2.CheckpointRequest.WRITE:
+                reach("ps.part.before")
                 reply = self._role.parts.write(store, request.id, join(request.directory, request.file))
+                reach("ps.part.after")
             elif request.action == ps_pb2.CheckpointRequest.DROP:
                 self._role.parts.drop_mark(request.id)
             else:
@@ -351,8 +380,11 @@ class ParameterServerService:
                 self._role.parts.drop_staged(request.id)
             elif request.commit:
                 self._role.parts.commit(store, request.id)
+                reach("ps.commit.after")
                 self._role.keeper.save()
+                reach("ps.commit.saved")
             else:
                 where = functools.partial(join, request.directory)
                 self._role.parts.stage(store, request.id, request.shards, where)
+                reach("ps.stage.after")
         return ps_pb2.RestoreReply()

@@ -36,6 +36,7 @@ from pscluster.core.errors import (
     UnavailableError,
     UnknownVariableError,
 )
+from pscluster.core.fault_points import reach
 from pscluster.core.frames import CHUNK_BYTES, Buffer, padding, view
 from pscluster.core.geometry import AxisSlice, Partition
 from pscluster.ps.birth import born, filler, no_handles
@@ -600,6 +601,7 @@ class Store:
                     reply.updates.append(part.shard.updates)
                     applied.append(0)
                     continue
+                reach("ps.update.before")
                 part.shard.changes += 1
                 try:
                     with np.errstate(all="ignore"):  # infinity and NaN are the caller's to look for
@@ -613,12 +615,14 @@ class Store:
                         f"optimizer {part.optimizer.spec.name!r} failed to update variable {part.held.spec.name!r}, "
                         f"shard {item.shard}, on ps {self.index}: {type(error).__name__}: {error}"
                     ) from error
+                reach("ps.update.after")
                 with self._lock:
                     self._ledger.record(origin, item.variable, item.shard, item.nth)
                 part.shard.updates += 1
                 applied.append(part.shard.updates)
                 reply.updates.append(part.shard.updates)
                 reply.applied += 1
+            reach("ps.ledger.after")
         if not origin.function:
             with self._lock:
                 self._ledger.settle(origin.incarnation, request.settled)

@@ -102,6 +102,10 @@ class Job:
 
     def build(self, resource: worker_pb2.Resource) -> None:
         """Build a per-worker iterator. Errors of the user's function wait in it for the step that uses it."""
+        place = WorkerIterator.handle_kind, str(resource.id)
+        with self._lock:
+            if place in self._handles:  # a copy of the request: the iterator goes on where it is
+                return
         dataset_fn = self.definition(resource.definition)
         context = InputContext(
             self.worker_index, self.num_workers, mixed_seed(self._seed, resource.seed, self.worker_index)
@@ -109,7 +113,7 @@ class Job:
         with running(self.context(function=0, attempt=0)):
             iterator = WorkerIterator(str(resource.id), lambda: call_dataset_fn(dataset_fn, context))
         with self._lock:
-            self._handles[iterator.handle_kind, iterator.handle_key] = iterator
+            self._handles.setdefault(place, iterator)
 
     def release(self, resources: Sequence[int], definitions: Sequence[str]) -> None:
         """Nobody uses these any more."""

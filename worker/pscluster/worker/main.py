@@ -10,6 +10,7 @@ import click
 from pscluster.core.channels import PeerAddress, wait_for_peers
 from pscluster.core.cluster import ClusterSpec
 from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.fault_points import reach
 from pscluster.core.identity import make_identity
 from pscluster.core.process import main_of
 from pscluster.core.serving import (
@@ -78,8 +79,10 @@ def serve_worker(
         )
 
         def close() -> None:
+            reach("worker.stop.before")
             server.leave()
             role.leave(options.grace)
+            reach("worker.stop.after")
             server.stop(0.5)  # outcomes that are on their way; the streams do not end by themselves
 
         try:

@@ -24,6 +24,7 @@ from pscluster.core.channels import MAX_INLINE_BYTES
 from pscluster.core.context import FunctionContext, running
 from pscluster.core.definitions import record_resolver
 from pscluster.core.errors import FunctionCancelled, PsClusterError
+from pscluster.core.fault_points import reach
 from pscluster.core.frames import Buffer
 from pscluster.core.values import decode_call, encode
 from pscluster.v1 import worker_pb2
@@ -115,6 +116,7 @@ class Runner:
         assert context is not None  # set by _next
         arguments = self._job.pop_arguments(position)
         outcome = Outcome(function=step.function)
+        reach("worker.run.before")
         begin = time.perf_counter()
         try:
             with self._turn, running(context):
@@ -124,6 +126,7 @@ class Runner:
                 begin = time.perf_counter()
                 result = function(*args, **kwargs)
             outcome.seconds = time.perf_counter() - begin
+            reach("worker.run.after")
             if step.want_result and result is not None:
                 self._encode_result(step.function, result, outcome)
             outcome.kind = Outcome.DONE
@@ -175,7 +178,9 @@ class Runner:
                 self._condition.notify_all()
             if not batch:
                 return
+            reach("worker.result.before")
             yield worker_pb2.StepsReply(outcomes=batch)
+            reach("worker.result.after")
 
     # Other threads
 

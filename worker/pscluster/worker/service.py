@@ -11,6 +11,7 @@ import grpc
 
 from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, StaleError
+from pscluster.core.fault_points import reach
 from pscluster.core.frames import Assembler, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.node import Role
@@ -197,6 +198,7 @@ class WorkerService:
             job.take_arguments(first.attachments.position, parts)
         else:
             raise ProtocolError("an upload of nothing")
+        reach("worker.define.after")
         return worker_pb2.UploadReply()
 
     def recall(self, request: worker_pb2.RecallRequest, _context: grpc.ServicerContext) -> worker_pb2.RecallReply:
@@ -206,6 +208,7 @@ class WorkerService:
         runner = self._role.runner(request.incarnation)
         if runner is not None:
             runner.recall(list(request.functions), list(request.positions), request.cancel_running)
+        reach("worker.recall.after")
         return worker_pb2.RecallReply()
 
     def download(self, request: worker_pb2.DownloadRequest, _context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -219,6 +222,7 @@ class WorkerService:
             head.last = sent == total
             yield pack(head, group)
             head = worker_pb2.DownloadReply()
+        reach("worker.download.after")
         job.drop_result(request.function)
 
     def release(self, request: worker_pb2.ReleaseRequest, _context: grpc.ServicerContext) -> worker_pb2.ReleaseReply:

@@ -19,6 +19,7 @@ import numpy as np
 
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
+from pscluster.core.fault_points import reach
 from pscluster.core.geometry import Partition
 from pscluster.ps.checkpoints.tensor_files import join, tensor_name
 from pscluster.v1 import ps_pb2
@@ -150,7 +151,9 @@ def write_index(directory: str, index: Index) -> None:
         new = f"{where}.new"
         with fs.open(new, "wb") as file:
             file.write(index.to_json())
+        reach("coordinator.index.before")
         fs.mv(new, where)
+        reach("coordinator.index.after")
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{path} can't be written: {reason(error)}") from error
 

@@ -45,6 +45,7 @@ from pscluster.core.errors import (
     MisuseError,
     PsClusterError,
 )
+from pscluster.core.fault_points import reach
 from pscluster.core.geometry import moves
 from pscluster.core.identity import fresh_id
 from pscluster.ps.checkpoints.tensor_files import join
@@ -101,6 +102,7 @@ class Checkpoint:
             mark = fresh_id()
             try:
                 strategy.client.checkpoint(ps_pb2.CheckpointRequest.MARK, mark)
+                reach("coordinator.mark.after")
             except BaseException:
                 with contextlib.suppress(PsClusterError):  # those that are there keep no old bytes for nobody
                     strategy.client.checkpoint(ps_pb2.CheckpointRequest.DROP, mark)
@@ -148,6 +150,7 @@ class Checkpoint:
         with contextlib.ExitStack() as pause:
             try:
                 strategy.client.restore(requests, index.nbytes)
+                reach("coordinator.stage.after")
                 pause.enter_context(self._paused())
             except BaseException:
                 drops = {server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests}
@@ -156,6 +159,7 @@ class Checkpoint:
                 raise
             commits = {server: ps_pb2.RestoreRequest(id=number, commit=True) for server in requests}
             strategy.client.restore(commits, index.nbytes)
+            reach("coordinator.commit.after")
         return index
 
     def _check_names(self, index: Index, path: str, partial: bool) -> None:
@@ -244,6 +248,7 @@ class MarkedCheckpoint:
             if fs.exists(join(where, INDEX)):
                 raise CheckpointError(f"there is a checkpoint in {path} already: nothing is written over one")
             replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self._mark, path, _bytes(self._strategy))
+            reach("coordinator.parts.after")
             for server, reply in enumerate(replies):
                 name = part_name(server, client.num_servers)
                 if not fs.exists(join(where, name)) or fs.size(join(where, name)) != reply.bytes:
@@ -402,8 +407,10 @@ class CheckpointManager:
         for number in self._numbers(whole=False):
             if number not in keep and number <= max(whole, default=0):
                 folder = f"{where.rstrip('/')}/ckpt-{number:06d}"
+                reach("coordinator.remove.before")
                 with contextlib.suppress(FileNotFoundError):
                     fs.rm_file(f"{folder}/{INDEX}")  # first: what is half removed is no checkpoint
+                reach("coordinator.remove.after")
                 fs.rm(folder, recursive=True)
 
     def _save_now_and_then(self, every: float) -> None:

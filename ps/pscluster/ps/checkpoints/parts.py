@@ -11,8 +11,10 @@ lies beside what there is, so that a checkpoint which turns out to be damaged ch
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,9 +60,16 @@ class Parts:
         self._lock = threading.Lock()
         self._marked: dict[int, list[_MarkedShard]] = {}
         self._staged: dict[int, _Staged] = {}
+        # What became of the last of each: a copy of a request has the same answer, and a late one does nothing.
+        self._written: tuple[int, Future[ps_pb2.CheckpointReply]] = 0, Future()
+        self._committed: tuple[int, Future[None]] = 0, Future()
+        self._over: set[int] = set()  # the last that was dropped, or has taken the place of what there was
 
     def mark(self, store: Store, number: int) -> None:
         """Remember all shards as they are."""
+        with self._lock:
+            if number in self._over:
+                return
         self._forget_marked()
         marked = []
         for held in store.held()[0]:
@@ -69,16 +78,30 @@ class Parts:
                     capture = shard.capture()
                     marked.append(_MarkedShard(held, index, shard, capture, shard.updates, dict(shard.steps)))
         with self._lock:
+            same = self._marked.pop(number, ())  # by a copy of the request, at the same time
             self._marked[number] = marked
+        _release(same)
 
     def write(self, store: Store, number: int, path: str) -> ps_pb2.CheckpointReply:
         """Write what was marked. CheckpointError if that fails."""
         with self._lock:
             marked = self._marked.pop(number, None)
+            if marked is not None:
+                self._written = number, Future()
+            last, done = self._written
         if marked is None:
-            raise StaleError(
-                f"checkpoint {number} is not marked on ps {store.index}: it was dropped, or the server restarted"
-            )
+            if last != number:
+                raise StaleError(
+                    f"checkpoint {number} is not marked on ps {store.index}: it was dropped, or the server restarted"
+                )
+            return done.result()
+        with _told(done):
+            reply = self._write(store, marked, path)
+            done.set_result(reply)
+        return reply
+
+    @staticmethod
+    def _write(store: Store, marked: Sequence[_MarkedShard], path: str) -> ps_pb2.CheckpointReply:
         names = _optimizer_names(store)
         reply = ps_pb2.CheckpointReply()
         tensors: list[TensorToWrite] = []
@@ -107,17 +130,20 @@ class Parts:
         self._forget_marked()
         with self._lock:
             self._staged.clear()
+            self._over.clear()
 
     def drop_mark(self, number: int) -> None:
         """Of this checkpoint: it is not to be written."""
         with self._lock:
             marked = self._marked.pop(number, ())
+            self._over = {number}
         _release(list(marked))
 
     def drop_staged(self, number: int) -> None:
         """Of this one: it is not to take the place of what there is."""
         with self._lock:
             self._staged.pop(number, None)
+            self._over = {number}
 
     def _forget_marked(self) -> None:
         with self._lock:
@@ -130,6 +156,8 @@ class Parts:
     ) -> None:
         """Read and verify everything, beside what there is. CheckpointError if anything is not as it should be."""
         with self._lock:
+            if number in self._over:
+                return
             self._staged.clear()
         staged = _Staged(store)
         numbers = {name: optimizer for optimizer, name in _optimizer_names(store).items()}
@@ -161,14 +189,27 @@ class Parts:
             for source, target in places:
                 target[_box(source.to, source.count)] = values[_box(getattr(source, "from"), source.count)]
         with self._lock:
-            self._staged[number] = staged
+            if number not in self._over:
+                self._staged[number] = staged
 
     def commit(self, store: Store, number: int) -> None:
         """What was staged takes the place of what there is."""
         with self._lock:
             staged = self._staged.pop(number, None)
-        if staged is None or staged.store is not store:
-            raise StaleError(f"nothing is staged under {number} on ps {store.index}: the server was restarted")
+            if staged is not None:
+                self._committed, self._over = (number, Future()), {number}
+            last, done = self._committed
+        if staged is None and last == number:
+            done.result()
+            return
+        with _told(done):
+            if staged is None or staged.store is not store:
+                raise StaleError(f"nothing is staged under {number} on ps {store.index}: the server was restarted")
+            self._commit(store, staged)
+            done.set_result(None)
+
+    @staticmethod
+    def _commit(store: Store, staged: _Staged) -> None:
         for (shard, arrays, steps), place in zip(staged.arrays, staged.places, strict=True):
             with shard.lock:
                 with store.ledger() as ledger:
@@ -182,6 +223,17 @@ class Parts:
                 shard.put(arrays)
                 shard.steps.clear()
                 shard.steps.update(steps)
+
+
+@contextlib.contextmanager
+def _told(copies: Future[Any]) -> Iterator[None]:
+    """What fails here is what copies of the request are told, too."""
+    try:
+        yield
+    except BaseException as error:
+        if not copies.done():
+            copies.set_exception(error)
+        raise
 
 
 def _blank(store: Store, held: HeldVariable, shard: Shard, key: str) -> Array:

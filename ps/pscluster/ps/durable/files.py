@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.fault_points import reach
 from pscluster.core.frames import CHUNK_BYTES, view
 from pscluster.ps.durable.capture import Capture
 from pscluster.v1 import state_pb2
@@ -167,6 +168,7 @@ class StateDirectory:
             raise
         finally:
             os.close(number)
+        reach("ps.manifest.before")
         new.replace(path)
         if self.fsync:
             self.sync_names()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
+from pscluster.core.fault_points import reach
 from pscluster.ps.durable.files import DamagedError, DataFile, StateDirectory
 from pscluster.ps.durable.log import Log, records
 from pscluster.ps.durable.plan import Durability, SavePlan
@@ -345,7 +346,9 @@ class Keeper:
                     record = state_pb2.LogRecord(update=request, updates=counts, total_bytes=total, last=True)
                     record.holding, record.epoch = mine.holding, mine.epoch
                     record.optimizers.extend(used)
+                    reach("ps.log.before")
                     self._log.record(ticket, room, record, payload.chunks if total else ())
+                    reach("ps.log.after")
                 if 0 in applied:
                     self._log.wait_for_others()
                 if self._log.size > self._log_limit():
@@ -427,14 +430,18 @@ class Keeper:
             assert self._directory is not None
             job.losses_written = job.store.losses.news  # written or not: it is tried again with the next
             try:
+                reach("ps.losses.before")
                 self._directory.write_losses(losses_of(job.store, job.lineage.holding))
+                reach("ps.losses.after")
             except OSError as error:
                 logger.error("what was lost could not be written down: %s", error)
 
     def _work(self, clear: bool, job: _Job | None) -> None:
         assert self._directory is not None
         if clear:
+            reach("ps.clear.before")
             self._directory.clear()
+            reach("ps.clear.after")
         if job is not None:
             self._save(job)
 
@@ -453,6 +460,7 @@ class Keeper:
         manifest.job_name, manifest.generation, manifest.saved_at = mine.name, generation, time.time()
         manifest.logged = self._log is not None
         try:
+            reach("ps.generation.before")
             with directory.data_file(generation) as data:
                 self._write_shards(job, variables, manifest, data)
             with self._changed:
@@ -461,6 +469,7 @@ class Keeper:
             if job.store.job != manifest.job:  # some of it may be the next coordinator's: that has asked for another
                 raise UnavailableError("another coordinator took over while a generation was written")
             directory.commit(manifest)
+            reach("ps.manifest.after")
         except BaseException:
             directory.give_up(generation)
             if job.saved is not None:  # should there be no room: the one before may go, this one stays
@@ -471,6 +480,7 @@ class Keeper:
         if self._log is not None and broken:
             self._log.mended()
         self._remove_unused(job)
+        reach("ps.generation.after")
 
     def _remove_unused(self, job: _Job) -> None:
         assert self._directory is not None

@@ -25,6 +25,7 @@ from pathlib import Path
 import xxhash
 
 from pscluster.core.errors import UnavailableError
+from pscluster.core.fault_points import reach
 from pscluster.core.frames import Buffer, parts_of, unpack
 from pscluster.ps.durable.files import DamagedError, StateDirectory, write_all
 from pscluster.ps.durable.plan import LogPlan
@@ -86,7 +87,9 @@ class Log:
                 if self._file >= 0:
                     os.ftruncate(self._file, self._end)
                     self._allocated = self._end
+                reach("ps.segment.before")
                 new.replace(path)  # with its name it is the last segment
+                reach("ps.segment.after")
                 if self._directory.fsync:
                     self._directory.sync_names()
             except BaseException:

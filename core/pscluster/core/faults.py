@@ -1,0 +1,439 @@
+"""Faults that are armed: what they are, when they strike, and the interceptor that lets them strike at calls.
+
+    PSCLUSTER_FAULTS="ps.log.after=kill@3;worker/rpc:/pscluster.v1.Node/Attach=lose_response@1"
+
+A fault is `[ROLE/]TARGET=ACTION[:SECONDS][@N]`; several are parted by semicolons.
+
+    TARGET                      ACTION
+    a point of `fault_points`   kill (SIGKILL of itself), stop (SIGSTOP), delay, abort (UnavailableError)
+    rpc:/SERVICE/METHOD         one call: lose_request, lose_response, duplicate, delay, twice, at_once
+    message:/SERVICE/METHOD     one message of a stream that lasts (a session, the stream of functions): the same
+
+`@N`: the N-th time only, counted by each process. With PSCLUSTER_FAULTS_DIR such a fault strikes once among all
+processes that share the directory, so that a role which is started again does not die again: whoever makes the file of
+that name first has it. The directory also holds the file `armed`, with faults that count beside those of the
+environment; it is looked at whenever a point is reached, so that a test can arm them one after the other in a cluster
+that runs. Each fault that strikes leaves `struck-...`; one whose call went on, `ended-...` with how.
+
+Of calls, all is done on the server, where both of grpc's clients, and our own streams, come together:
+
+    lose_request    the handler is never called; the caller sees UNAVAILABLE
+    lose_response   the handler has run to its end; the caller sees UNAVAILABLE
+    duplicate       the call is answered; later a copy of it comes, from a caller that has gone
+    twice           a copy runs to its end first
+    at_once         a copy runs beside it
+    delay           it comes late
+
+Streams that last have no end of their own: for them the first message, or with `message:` the N-th, stands for the
+call, and is lost together with the stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from pscluster.core.errors import ConfigurationError, UnavailableError
+from pscluster.core.fault_points import POINTS, VARIABLE
+from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
+
+logger = logging.getLogger(__name__)
+
+POINT_ACTIONS = ("kill", "stop", "delay", "abort")
+CALL_KINDS = ("lose_request", "lose_response", "duplicate", "delay", "twice", "at_once")
+
+_FAULT = re.compile(
+    r"(?:(ps|worker|chief)/)?([^=/]+|(?:rpc|message):/[^=]+)=([a-z_]+)(?::([0-9.]+))?(?:@([1-9][0-9]*))?"
+)
+_SECONDS = 0.05  # of a delay, and behind which a duplicate comes
+_ARMED = "armed"
+
+METHODS = {
+    f"/{service.full_name}/{method.name}": method
+    for module in (node_pb2, ps_pb2, worker_pb2, health_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    if method.name != "Watch"  # of the health check: grpc serves it without a thread, and none of ours calls it
+}
+LASTING = frozenset(
+    {"/pscluster.v1.Node/Attach", "/pscluster.v1.ParameterServer/Session", "/pscluster.v1.Worker/Steps"}
+)
+"""Streams that are open as long as their caller lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One that is armed."""
+
+    text: str
+    role: str  # "": any
+    target: str
+    action: str
+    seconds: float
+    nth: int  # 0: each time
+
+    @property
+    def name(self) -> str:
+        """Of the files it leaves."""
+        return re.sub(r"[^A-Za-z0-9_.@=-]+", "-", self.text)
+
+
+def parse(text: str, source: str = VARIABLE) -> list[Fault]:
+    """The faults of a text. ConfigurationError if there is anything else in it."""
+    found = []
+    for part in filter(None, map(str.strip, text.split(";"))):
+        match = _FAULT.fullmatch(part)
+        if match is None:
+            raise ConfigurationError(
+                f"{source} has {part!r}, which is no fault; write [ROLE/]TARGET=ACTION[:SECONDS][@N], such as "
+                "ps.log.after=kill@3, or take the variable away"
+            )
+        role, target, action, seconds, nth = match.groups()
+        kind, _, path = target.partition(":")
+        if path and (
+            path not in METHODS or (kind == "message" and path not in LASTING - {"/pscluster.v1.Node/Attach"})
+        ):
+            there = sorted(METHODS if kind == "rpc" else LASTING)
+            raise ConfigurationError(f"{source} names the call {path!r}; there are {', '.join(there)}")
+        if not path and target not in POINTS:
+            raise ConfigurationError(
+                f"{source} names the point {target!r}, which does not exist; pscluster.core.fault_points lists them"
+            )
+        actions = CALL_KINDS if path else POINT_ACTIONS
+        if action not in actions:
+            raise ConfigurationError(
+                f"{source} has the action {action!r} at {target}; give one of {', '.join(actions)}"
+            )
+        try:
+            wait = float(seconds or _SECONDS)
+        except ValueError:
+            raise ConfigurationError(f"{source} has {seconds!r} where seconds belong, in {part!r}") from None
+        found.append(Fault(part, role or "", target, action, wait, int(nth or 0)))
+    return found
+
+
+class Faults:
+    """What is armed in this process. Thread-safe."""
+
+    def __init__(self, role: str, text: str, folder: str) -> None:
+        self._role = role
+        self._lock = threading.Lock()
+        self._fixed = parse(text)
+        self._counts: Counter[Fault] = Counter()
+        self._struck: set[Fault] = set()
+        self._folder = Path(folder) if folder else None
+        self._file_is: tuple[int, int] | None = None
+        self._of_file: list[Fault] = []
+        if self._folder is not None and not self._folder.is_dir():
+            raise ConfigurationError(f"PSCLUSTER_FAULTS_DIR is {folder!r}, which is no directory: make it first")
+        logger.warning(
+            "FAULTS ARE ARMED: this process is going to fail on purpose (%s: %s)", VARIABLE, text or "as a file says"
+        )
+
+    def _all(self) -> list[Fault]:
+        """Under the lock."""
+        if self._folder is not None:
+            path = self._folder / _ARMED
+            try:
+                stat = path.stat()
+                if (is_now := (stat.st_mtime_ns, stat.st_ino)) != self._file_is:
+                    self._file_is, self._of_file = is_now, parse(path.read_text(), str(path))
+                    self._counts.clear()
+                    self._struck.clear()
+            except FileNotFoundError:
+                self._file_is, self._of_file = None, []
+        return [*self._fixed, *self._of_file]
+
+    def due(self, target: str) -> Fault | None:
+        """The fault that strikes here and now. What is asked for is counted."""
+        with self._lock:
+            found = None
+            for fault in self._all():
+                if fault.target != target or fault.role not in ("", self._role):
+                    continue
+                self._counts[fault] += 1
+                if found is None and (not fault.nth or (fault.nth <= self._counts[fault] and self._is_first(fault))):
+                    found = fault
+            if found is not None:
+                logger.warning("FAULT: %s", found.text)
+            return found
+
+    def _is_first(self, fault: Fault) -> bool:
+        """Under the lock: nobody has had it yet."""
+        if fault in self._struck or (self._folder is None and self._counts[fault] > fault.nth):
+            return False
+        self._struck.add(fault)
+        return self._folder is None or self._leave(f"struck-{fault.name}", f"{self._role} {os.getpid()}")
+
+    def _leave(self, name: str, text: str) -> bool:
+        assert self._folder is not None
+        try:
+            number = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except OSError:  # it is there; or the directory has gone with the test that made it
+            return False
+        os.write(number, text.encode())
+        os.close(number)
+        return True
+
+    def ended(self, fault: Fault, how: str) -> None:
+        """All that it brings about has happened."""
+        logger.warning("FAULT: %s has ended: %s", fault.text, how)
+        if self._folder is not None:
+            self._leave(f"ended-{fault.name}", how)
+
+    def interceptor(self) -> grpc.ServerInterceptor:
+        """For a server, behind the one that asks for the token."""
+        return FaultInterceptor(self)
+
+    def reach(self, point: str) -> None:
+        """See `fault_points.reach`. UnavailableError where that is the fault."""
+        assert point in POINTS, f"the fault point {point!r} is not in the table"
+        fault = self.due(point)
+        if fault is None:
+            return
+        if fault.action == "delay":
+            time.sleep(fault.seconds)
+        elif fault.action == "abort":
+            raise UnavailableError(f"a fault was armed at {point}")
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+            if fault.action == "kill":
+                signal.pause()  # it comes at the end of the system call, or a moment later
+
+
+class _AbortedError(Exception):
+    """What a copy was answered with."""
+
+
+class _GoneCaller:
+    """The context of a copy: of a caller whom no answer reaches."""
+
+    def __init__(self, of: grpc.ServicerContext) -> None:
+        self._of = of
+        self._active = True
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def is_active(self) -> bool:
+        return self._active
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        with self._lock:
+            if self._active:
+                self._callbacks.append(callback)
+            return self._active
+
+    def end(self) -> None:
+        with self._lock:
+            self._active = False
+        for callback in self._callbacks:
+            callback()
+
+    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        raise _AbortedError(f"{code.name}: {details}")
+
+    def __getattr__(self, name: str) -> Any:  # metadata, peer and the like; what is set has no reader
+        return getattr(self._of, name) if not name.startswith("set_") else lambda *_: None
+
+
+def _lost(context: grpc.ServicerContext) -> NoReturn:
+    context.abort(grpc.StatusCode.UNAVAILABLE, "lost: a fault was armed")
+    raise AssertionError("abort raises")
+
+
+class FaultInterceptor(grpc.ServerInterceptor):
+    """Lets armed faults strike at calls. In a server's place only where faults are armed."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler as it is, unless a fault strikes, or may strike within the stream."""
+        found = continuation(details)
+        if found is None:
+            return None
+        handler: Any = found
+        path = details.method
+        fault = self._faults.due(f"rpc:{path}")
+        if handler.request_streaming and handler.response_streaming:
+            behaviour: Any = _Messages(self._faults, path, handler.stream_stream, fault).serve
+        elif fault is None:
+            return found
+        else:
+            behaviour = _Struck(self._faults, path, handler, fault).serve
+        word = {False: "unary", True: "stream"}
+        make = getattr(grpc, f"{word[handler.request_streaming]}_{word[handler.response_streaming]}_rpc_method_handler")
+        made: grpc.RpcMethodHandler[Any, Any] = make(
+            behaviour, handler.request_deserializer, handler.response_serializer
+        )
+        return made
+
+
+class _Struck:
+    """One call that a fault strikes; of all arities but streams both ways."""
+
+    def __init__(self, faults: Faults, path: str, handler: Any, fault: Fault) -> None:
+        self._faults, self._fault = faults, fault
+        self._lasting = path in LASTING
+        self._streams = handler.response_streaming
+        self._frames = handler.request_streaming
+        self._call = handler.unary_unary or handler.unary_stream or handler.stream_unary
+        self.serve = self._stream if self._streams else self._unary
+
+    def _begin(self, request: Any, context: grpc.ServicerContext) -> tuple[Callable[[], Any], Callable[[], None]]:
+        """What gives the request, again and again; and what to do when it was answered."""
+        kind, copy = self._fault.action, None
+        if kind == "lose_request":
+            self._faults.ended(self._fault, "not delivered")
+            _lost(context)
+        if self._frames:
+            request = list(request)
+
+        def give() -> Any:
+            return iter(request) if self._frames else request
+
+        if kind == "delay":
+            time.sleep(self._fault.seconds)
+        elif kind == "twice":
+            self._copy(give, context)
+        elif kind == "at_once":
+            copy = threading.Thread(target=self._copy, args=(give, context), daemon=True)
+            copy.start()
+
+        def answered() -> None:
+            if kind == "duplicate":
+                later = threading.Timer(self._fault.seconds, self._copy, (give, context))
+                later.daemon = True
+                later.start()
+            elif kind in ("delay", "lose_response"):
+                self._faults.ended(self._fault, "delivered")
+
+        return give, answered
+
+    def _copy(self, give: Callable[[], Any], context: grpc.ServicerContext) -> None:
+        """The request comes once more, and nobody has the answer."""
+        gone, how = _GoneCaller(context), "answered"
+        try:
+            answer = self._call(give(), gone)
+            if self._lasting:
+                next(answer, None)
+                gone.end()
+                answer.close()
+            elif self._streams:
+                for _ in answer:
+                    pass
+        except Exception as error:
+            how = str(error) or repr(error)
+        finally:
+            gone.end()
+        self._faults.ended(self._fault, how)
+
+    def _unary(self, request: Any, context: grpc.ServicerContext) -> Any:
+        give, answered = self._begin(request, context)
+        answer = self._call(give(), context)
+        answered()
+        if self._fault.action == "lose_response":
+            _lost(context)
+        return answer
+
+    def _stream(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        give, answered = self._begin(request, context)
+        answers = self._call(give(), context)
+        if self._fault.action == "lose_response":
+            for _ in answers:
+                if self._lasting:
+                    break
+            answers.close()
+            answered()
+            _lost(context)
+        if self._lasting:
+            yield next(answers)
+            answered()
+            yield from answers
+        else:
+            yield from answers
+            answered()
+
+
+class _Messages:
+    """A stream of messages both ways, one of which a fault may strike."""
+
+    def __init__(self, faults: Faults, path: str, call: Callable[..., Any], first: Fault | None) -> None:
+        self._faults, self._path, self._call = faults, path, call
+        self._first = first  # the fault that strikes the first message
+        self._broken = False
+        self._dropping = 0  # answers that nobody is to have
+        self._losing: Fault | None = None  # with the next answer the stream is lost
+        self._in_turn = path.endswith("/Session")  # each request has one answer, in order
+
+    def serve(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        """The handler, behind the fault."""
+        with contextlib.closing(self._call(self._requests(requests, context), context)) as answers:
+            for answer in answers:
+                if self._broken:
+                    break
+                if self._losing is not None:
+                    self._faults.ended(self._losing, "delivered")
+                    self._broken = True
+                    break
+                if self._dropping:
+                    self._dropping -= 1
+                    continue
+                yield answer
+        if self._broken:
+            _lost(context)
+
+    def _requests(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        for request in requests:
+            fault, self._first = self._first or self._faults.due(f"message:{self._path}"), None
+            if fault is not None:
+                kind = fault.action
+                if kind == "lose_request":
+                    self._faults.ended(fault, "not delivered")
+                    self._broken = True
+                    return
+                if kind == "lose_response":
+                    self._losing = fault
+                elif kind == "delay":
+                    time.sleep(fault.seconds)
+                    self._faults.ended(fault, "delivered")
+                elif kind == "twice":
+                    self._dropping += self._in_turn
+                    yield request
+                    self._faults.ended(fault, "delivered")
+                else:
+                    wait = fault.seconds if kind == "duplicate" else 0.0
+                    copy = threading.Timer(wait, self._copy, (fault, request, context))
+                    copy.daemon = True
+                    copy.start()
+            yield request
+
+    def _copy(self, fault: Fault, request: Any, context: grpc.ServicerContext) -> None:
+        """The message comes once more, on a stream of its own."""
+        gone, how = _GoneCaller(context), "answered"
+        try:
+            with contextlib.closing(self._call(iter([request]), gone)) as answers:
+                for _ in answers:
+                    pass
+        except Exception as error:
+            how = str(error) or repr(error)
+        finally:
+            gone.end()
+        self._faults.ended(fault, how)

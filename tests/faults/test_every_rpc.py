@@ -1,0 +1,200 @@
+"""Every call between the roles: lost, its answer lost, late, and come twice. The numbers at the end are exact.
+
+The methods are those of the protobuf descriptors: a new one is tested, or fails for want of a job that calls it. Each
+fault strikes once, in a cluster that all tests share; each test is a job of its own that calls everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.faults.armed import CUT, Armed, Round, armed_cluster
+from tests.faults.steps import note, wait_for
+from tests.faults.support import PATIENCE, status, until
+from tests.roles.wire import SERVICES
+
+from pscluster.coordinator.api import (
+    ClusterCoordinator,
+    FixedShardsPartitioner,
+    ParameterServerStrategy,
+    Variable,
+    experimental_get_current_worker_index,
+)
+from pscluster.coordinator.health import is_healthy
+from pscluster.core.errors import FunctionError
+from pscluster.core.faults import CALL_KINDS, LASTING
+from pscluster.core.rpc import methods
+from pscluster.core.tokens import call_metadata
+
+NTH = {
+    "/pscluster.v1.ParameterServer/Checkpoint": (1, 2, 3),  # mark, write, drop
+    "/pscluster.v1.ParameterServer/Restore": (1, 2),  # read, commit
+    "/pscluster.v1.ParameterServer/Push": (1, 4, 7),  # a variable, an optimizer, an update
+}
+"""Which of the calls, where they are not all alike; else the first."""
+
+PARTS = {
+    "Checkpoint": ("checkpoint",),
+    "Restore": ("checkpoint",),
+    "Recall": ("recall", "checkpoint"),
+    "Delete": ("directory",),
+    "Push": ("directory", "beside"),
+    "Pull": ("beside",),
+    "Upload": ("beside",),
+    "Download": ("beside",),
+    "Release": ("beside",),
+}
+"""What a job needs to do, beside counting, for a method to be called."""
+
+NOT_CALLED = {
+    "/grpc.health.v1.Health/Watch": "grpc's own: none of ours calls it",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault at a call, or at a message of a stream."""
+
+    role: str
+    path: str
+    kind: str
+    nth: int
+    message: bool = False
+
+    @property
+    def fault(self) -> str:
+        """As it is armed."""
+        return f"{self.role}/{'message' if self.message else 'rpc'}:{self.path}={self.kind}@{self.nth}"
+
+    @property
+    def short(self) -> str:
+        """For the test's name."""
+        return f"{self.role}-{self.path.rpartition('/')[2]}{'-message' if self.message else ''}-{self.nth}-{self.kind}"
+
+
+def cases() -> Iterator[Case]:
+    """All roles that are called by others, all their methods, all kinds."""
+    for role in ("ps", "worker"):
+        for service in SERVICES[role]:
+            for method in methods(service):
+                if method.path in NOT_CALLED:
+                    continue
+                for kind in CALL_KINDS:
+                    for nth in NTH.get(method.path, (1,)):
+                        yield Case(role, method.path, kind, nth)
+                    if method.path in LASTING and method.client_streaming:
+                        for nth in (2, 5):
+                            yield Case(role, method.path, kind, nth, message=True)
+
+
+@pytest.fixture(scope="module")
+def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Armed]:
+    """Two servers and two workers, for all tests of the module; nobody dies."""
+    with armed_cluster(tmp_path_factory.mktemp("faults"), 2, 2, durability="log") as armed:
+        pids = armed.cluster.pids
+        yield armed
+        assert armed.cluster.pids == pids, "a role died"
+
+
+def asked(armed: Armed, case: Case) -> None:
+    """What only tools call: health."""
+    address = armed.cluster.cluster_spec().task_address(case.role, 0)
+    healthy, said = is_healthy(address, call_metadata(armed.cluster.token))
+    assert healthy is not case.kind.startswith("lose"), said
+    assert is_healthy(address, call_metadata(armed.cluster.token))[0]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.short) for case in cases()])
+def test_a_fault_at_a_call(armed: Armed, case: Case, tmp_path: Path) -> None:
+    """The job ends, every function has counted once on every element, and the roles hold what they should."""
+    extra = [CUT] if case.path.endswith("CloseIncarnation") else []
+    armed.arm(case.fault, *extra)
+    if "Health" in case.path:
+        asked(armed, case)
+        armed.until_struck(case.fault)
+        return
+    with ParameterServerStrategy(armed.cluster, FixedShardsPartitioner(2), ps_timeout=PATIENCE) as strategy:
+        round_ = Round(armed, case.fault, strategy, tmp_path)
+        round_.run(*PARTS.get(case.path.rpartition("/")[2], ()))
+        if not case.path.endswith("EndJob"):
+            armed.until_struck(case.fault, *extra)
+        for reply in strategy.client.statuses():
+            assert reply.state == "serving", "the coordinator has the servers"
+        may_be_refused = case.path.endswith(("/Checkpoint", "/Restore"))
+        assert may_be_refused or not round_.refused, round_.refused
+    armed.until_struck(case.fault, *extra)
+    for index in range(2):
+        until(lambda index=index: status(armed.cluster, "ps", index).variables == 0, "nothing is left of the job")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("nth", range(1, 5))
+@pytest.mark.parametrize("kind", ["duplicate:0.3", "twice", "at_once"])
+def test_a_copy_does_not_begin_a_dataset_anew(armed: Armed, kind: str, nth: int) -> None:
+    """Whichever of the first uploads comes once more, a function, a dataset: no element is given out twice."""
+    fault = f"worker/rpc:/pscluster.v1.Worker/Upload={kind}@{nth}"
+    armed.arm(fault)
+    with ParameterServerStrategy(armed.cluster) as strategy:
+        coordinator = ClusterCoordinator(strategy)
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(1_000_000)))
+
+        def element(iterator: Any) -> tuple[int, int]:
+            return experimental_get_current_worker_index(), int(next(iterator))
+
+        def other() -> None:
+            """A function more to upload."""
+
+        found: list[tuple[int, int]] = []
+        while not armed.how_it_ended(fault):
+            values = [coordinator.schedule(element, args=(iterator,)) for _ in range(20)]
+            coordinator.schedule(other)
+            found += coordinator.fetch(values, PATIENCE)
+        found += coordinator.fetch([coordinator.schedule(element, args=(iterator,)) for _ in range(20)], PATIENCE)
+        for worker in range(2):
+            mine = [number for index, number in found if index == worker]
+            assert sorted(mine) == list(range(len(mine)))
+
+
+@pytest.mark.parametrize("kind", CALL_KINDS)
+def test_what_runs_is_cancelled_all_the_same(armed: Armed, kind: str, tmp_path: Path) -> None:
+    """A function fails, and the one that runs on the other worker would go on for ever: it hears that it is to stop."""
+    folder = str(tmp_path)
+    with ParameterServerStrategy(armed.cluster) as strategy, strategy.scope():
+        count = Variable(np.zeros(3), name="count")
+        coordinator = ClusterCoordinator(strategy)
+
+        def endless() -> None:
+            note(folder, "begun")
+            while not (tmp_path / "given-up").exists():
+                count.read_value()
+
+        def fails() -> None:
+            wait_for(folder, "fail")
+            raise ValueError("on purpose")
+
+        coordinator.schedule(endless)
+        coordinator.schedule(fails)
+        try:
+            wait_for(folder, "begun")
+            fault = f"worker/rpc:/pscluster.v1.Worker/Recall={kind}@1"
+            armed.arm(fault)
+            note(folder, "fail")
+            with pytest.raises(FunctionError, match="on purpose"):
+                coordinator.join(PATIENCE / 3)
+        finally:
+            note(folder, "given-up")  # else it would keep its worker from the next job
+        armed.until_struck(fault)
+
+
+def test_no_method_is_forgotten() -> None:
+    """Each method of each role that others call has each kind of fault; what has none is named with a reason."""
+    found = {(case.role, case.path, case.kind) for case in cases()}
+    for role in ("ps", "worker"):
+        for service in SERVICES[role]:
+            for method in methods(service):
+                for kind in CALL_KINDS:
+                    assert (role, method.path, kind) in found or method.path in NOT_CALLED

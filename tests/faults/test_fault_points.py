@@ -1,0 +1,296 @@
+"""A role dies at each named point, once: the job ends, and the numbers are exact.
+
+Beside durability "log", under which nothing that was acknowledged is lost, the points of updates and of saving are
+tried under "snapshot", too: there what is missing is what was said to be lost, but for the updates in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.faults.armed import CUT, Armed, Round, armed_cluster
+from tests.faults.support import PATIENCE
+from tests.roles.processes import make_cluster, run, tf_config
+
+from pscluster.coordinator.api import FixedShardsPartitioner, ParameterServerStrategy
+from pscluster.core import fault_points
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.fault_points import FOLDER_VARIABLE, POINTS, VARIABLE
+from pscluster.core.faults import Faults, parse
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_the_table_and_the_code_agree() -> None:
+    """Every point of the table is reached somewhere, and every one that is reached stands in the table."""
+    reached = {
+        name
+        for folder in ("core", "ps", "worker", "coordinator")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r'\breach\("([^"]*)"\)', path.read_text())
+    }
+    assert reached == POINTS.keys()
+
+
+def test_nothing_is_armed() -> None:
+    """Without the variables there is nothing to arm, and nothing happens at a point."""
+    fault_points.arm("ps", {})
+    assert fault_points.armed() is None
+    fault_points.reach("ps.log.after")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("ps.log.after", "'ps.log.after', which is no fault; write .*, or take the variable away"),
+        ("ps.log.after=kill@0", "which is no fault"),
+        ("ps.log.after=kill:1.2.3", "'1.2.3' where seconds belong"),
+        ("ps.log.behind=kill", "names the point 'ps.log.behind', which does not exist; pscluster.core.fault_points"),
+        ("ps.log.after=lose_request", "'lose_request' at ps.log.after; give one of kill, stop, delay, abort"),
+        ("rpc:/pscluster.v1.Node/Attach=kill", "give one of lose_request, lose_response, duplicate, delay, twice"),
+        ("rpc:/pscluster.v1.Node/Detach=delay", "names the call '/pscluster.v1.Node/Detach'; there are /grpc.health"),
+        ("message:/pscluster.v1.Node/Hello=delay", "there are .*/pscluster.v1.Worker/Steps"),
+    ],
+)
+def test_what_is_no_fault(text: str, sentence: str) -> None:
+    """A value that says nothing is an error that names it, what there is, and what to do."""
+    with pytest.raises(ConfigurationError, match=f"PSCLUSTER_FAULTS (has|names) .*{sentence}|{sentence}"):
+        Faults("ps", text, "")
+
+
+def test_a_role_refuses_what_is_no_fault() -> None:
+    """It ends with code 2 and the sentence, before it serves; and says it loudly where it does serve with faults."""
+    config = tf_config(make_cluster(), "ps")
+    code, output = run("ps", "--durability", "none", config=config, **{VARIABLE: "ps.log.behind=kill"})
+    assert (code, len(output.splitlines())) == (2, 1)
+    assert output.startswith("pscluster: PSCLUSTER_FAULTS names the point 'ps.log.behind', which does not exist")
+    code, output = run("ps", "--durability", "none", config=config, **{VARIABLE: "ps.restore.before=kill@1"})
+    assert code == -signal.SIGKILL
+    assert "WARNING FAULTS ARE ARMED: this process is going to fail on purpose" in output
+
+
+def test_counts_and_marks(tmp_path: Path) -> None:
+    """The n-th time only; with a directory once among all processes, and anew when it is armed anew."""
+    alone = Faults("ps", "ps.log.after=delay:0@2;worker/ps.log.before=abort", "")
+    assert [alone.due("ps.log.after") is not None for _ in range(4)] == [False, True, False, False]
+    assert alone.due("ps.log.before") is None, "it is another role's"
+    first, second = (Faults("ps", "", str(tmp_path)) for _ in range(2))
+    (tmp_path / "armed").write_text("ps.log.after=delay:0@2")
+    assert [each.due("ps.log.after") is not None for each in (first, second, second, first)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert parse((tmp_path / "armed").read_text())[0].nth == 2
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Armed]]:
+    """By durability, made when it is first asked for; who dies is started again."""
+
+    class Made(dict[str, Armed]):
+        def __missing__(self, durability: str) -> Armed:
+            folder = tmp_path_factory.mktemp(durability)
+            self[durability] = stack.enter_context(armed_cluster(folder, 2, 2, durability=durability, revive=True))
+            return self[durability]
+
+    with ExitStack() as stack:
+        yield Made()
+
+
+UPDATE = (
+    "ps.update.before",
+    "ps.update.after",
+    "ps.ledger.after",
+    "ps.log.before",
+    "ps.log.after",
+    "ps.acknowledge.before",
+    "ps.answer.after",
+)
+SAVING = (
+    "ps.segment.before",
+    "ps.segment.after",
+    "ps.generation.before",
+    "ps.manifest.before",
+    "ps.manifest.after",
+    "ps.generation.after",
+)
+
+# What strikes, the parts of a job that lead there, and what must strike before.
+DEATHS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    **{point: (f"ps/{point}=kill@30", (), ()) for point in UPDATE},
+    **{point: (f"ps/{point}=kill@7", ("saving",), ()) for point in SAVING},
+    "node.attach.before": ("ps/node.attach.before=kill@1", (), ()),
+    "node.attach.after": ("ps/node.attach.after=kill@1", (), ()),
+    "node.end.before": ("ps/node.end.before=kill@1", ("end",), ()),
+    "node.end.after": ("ps/node.end.after=kill@1", ("end",), ()),
+    "ps.create.before": ("ps/ps.create.before=kill@2", (), ()),
+    "ps.create.after": ("ps/ps.create.after=kill@4", (), ()),
+    "ps.create.saved": ("ps/ps.create.saved=kill@3", (), ()),
+    "ps.delete.after": ("ps/ps.delete.after=kill@1", ("directory",), ()),
+    "ps.clear.before": ("ps/ps.clear.before=kill@1", ("end",), ()),
+    "ps.clear.after": ("ps/ps.clear.after=kill@1", ("end",), ()),
+    "ps.losses.before": ("ps/ps.losses.before=kill@1", ("snapshot",), ("ps/ps.update.before=kill@60",)),
+    "ps.losses.after": ("ps/ps.losses.after=kill@1", ("snapshot",), ("ps/ps.update.before=kill@60",)),
+    "ps.stop.before": ("ps/ps.stop.before=kill@1", ("stop",), ()),
+    "ps.restore.before": ("ps/ps.restore.before=kill@1", (), ("ps/ps.update.after=kill@20",)),
+    "ps.restore.after": ("ps/ps.restore.after=kill@1", (), ("ps/ps.update.after=kill@20",)),
+    "ps.incarnation.before": ("ps/ps.incarnation.before=kill@1", (), (CUT,)),
+    "ps.incarnation.after": ("ps/ps.incarnation.after=kill@1", (), (CUT,)),
+    "ps.finish.after": ("ps/ps.finish.after=kill@1", ("finish",), ()),
+    "ps.mark.after": ("ps/ps.mark.after=kill@1", ("checkpoint",), ()),
+    "ps.part.before": ("ps/ps.part.before=kill@1", ("checkpoint",), ()),
+    "ps.part.after": ("ps/ps.part.after=kill@1", ("checkpoint",), ()),
+    "ps.stage.after": ("ps/ps.stage.after=kill@1", ("checkpoint",), ()),
+    "ps.commit.after": ("ps/ps.commit.after=kill@1", ("checkpoint",), ()),
+    "ps.commit.saved": ("ps/ps.commit.saved=kill@1", ("checkpoint",), ()),
+    "client.update.before": ("worker/client.update.before=kill@20", (), ()),
+    "client.exchange.after": ("worker/client.exchange.after=kill@20", (), ()),
+    "client.update.after": ("worker/client.update.after=kill@20", (), ()),
+    "worker.define.after": ("worker/worker.define.after=kill@2", ("beside",), ()),
+    "worker.run.before": ("worker/worker.run.before=kill@5", (), ()),
+    "worker.run.after": ("worker/worker.run.after=kill@5", (), ()),
+    "worker.result.before": ("worker/worker.result.before=kill@3", (), ()),
+    "worker.result.after": ("worker/worker.result.after=kill@3", (), ()),
+    "worker.download.after": ("worker/worker.download.after=kill@1", ("beside",), ()),
+    "worker.recall.after": ("worker/worker.recall.after=kill@1", ("recall", "checkpoint"), ()),
+    "worker.stop.before": ("worker/worker.stop.before=kill@1", ("stop",), ()),
+    "worker.stop.after": ("worker/worker.stop.after=kill@1", ("stop",), ()),
+}
+CASES = [
+    *(pytest.param(point, "log", *how, id=point) for point, how in DEATHS.items() if "snapshot" not in how[1]),
+    *(
+        pytest.param(point, "snapshot", *how, id=f"{point}-snapshot")
+        for point, how in DEATHS.items()
+        if "snapshot" in how[1] or (point in UPDATE + SAVING and ".log." not in point and ".segment." not in point)
+    ),
+    pytest.param("node.attach.before", "log", "worker/node.attach.before=kill@1", (), (), id="worker-attach-before"),
+    pytest.param("node.attach.after", "log", "worker/node.attach.after=kill@1", (), (), id="worker-attach-after"),
+    pytest.param("node.end.after", "log", "worker/node.end.after=kill@1", ("end",), (), id="worker-end-after"),
+]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("point", "durability", "fault", "parts", "before"), CASES)
+def test_a_death_at_a_point(
+    clusters: dict[str, Armed],
+    point: str,
+    durability: str,
+    fault: str,
+    parts: tuple[str, ...],
+    before: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    """A server or a worker is killed there; all goes on when it is back, and each function has counted once."""
+    assert point in fault
+    armed = clusters[durability]
+    for again in range(1 + ("end" in parts)):
+        armed.arm(*([fault, *before] if not again else []))
+        with ParameterServerStrategy(
+            armed.cluster, FixedShardsPartitioner(2), ps_timeout=PATIENCE, connect_timeout=PATIENCE
+        ) as strategy:
+            job = Round(armed, fault, strategy, tmp_path)
+            job.run(*parts, exact=durability == "log")
+            if "end" not in parts:
+                armed.until_struck(fault, *before, calls=False)
+        if not again:
+            armed.until_struck(fault, *before, calls=False)
+            armed.until_all_live()
+
+
+SCRIPT = """
+    import sys
+    import numpy as np
+    from pscluster.coordinator import (
+        CheckpointManager, ClusterCoordinator, FixedShardsPartitioner, ParameterServerStrategy, TFConfigClusterResolver,
+        Variable,
+    )
+    from tests.faults.steps import note, wait_for
+
+    folder, total = sys.argv[1], 9
+    strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
+    with strategy.scope():
+        dense = Variable(np.zeros((4, 2)), name="dense")
+        other = Variable(np.zeros((6,)), name="other")
+    coordinator = ClusterCoordinator(strategy)
+    manager = CheckpointManager(folder + "/checkpoints", strategy=strategy, max_to_keep=1)
+
+    def step(number):
+        dense.assign_add(np.ones((4, 2)))
+        other.assign_add(np.ones(6))
+        return number
+
+    begin = strategy.progress.get("done", 0)
+    dense.assign(np.full((4, 2), float(begin)))  # what a function of the one before had applied is taken back
+    other.assign(np.full(6, float(begin)))
+    for done in range(begin, total, 3):
+        values = [coordinator.schedule(step, args=(done + each,)) for each in range(3)]
+        assert coordinator.fetch(values) == [done, done + 1, done + 2]
+        coordinator.join()
+        strategy.save_progress(done=done + 3)
+        manager.save()
+    if sys.argv[2] == "coordinator.finish.before" and not strategy.resumed:
+        wait_for(folder, "never")  # servers are told a moment later
+    dense.assign(np.zeros((4, 2)))
+    if begin < total:
+        manager.restore()
+    else:
+        dense.assign(np.full((4, 2), float(total)))
+    manager.close()
+    note(folder, "result", " ".join(map(str, sorted({*dense.numpy().reshape(-1), *other.numpy().reshape(-1)}))))
+"""
+
+OF_THE_COORDINATOR = {
+    **{point: (f"chief/{point}=kill@1", ()) for point in POINTS if point.startswith("coordinator.")},
+    "coordinator.create.before": ("chief/coordinator.create.before=kill@2", ()),
+    "coordinator.create.after": ("chief/coordinator.create.after=kill@1", ()),
+    "coordinator.send.before": ("chief/coordinator.send.before=kill@2", ()),
+    "coordinator.send.after": ("chief/coordinator.send.after=kill@2", ()),
+    "coordinator.close.before": ("chief/coordinator.close.before=kill@1", (CUT,)),
+    "coordinator.close.after": ("chief/coordinator.close.after=kill@1", (CUT,)),
+    "coordinator.retry.after": ("chief/coordinator.retry.after=kill@1", (CUT,)),
+    "ps.epoch.before": ("ps/ps.epoch.before=kill@1", ("chief/coordinator.progress.before=kill@2",)),
+    "ps.epoch.after": ("ps/ps.epoch.after=kill@1", ("chief/coordinator.progress.after=kill@2",)),
+    "client.update.before": ("chief/client.update.before=kill@3", ()),
+    "client.exchange.after": ("chief/client.exchange.after=kill@3", ()),
+    "client.update.after": ("chief/client.update.after=kill@3", ()),
+}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("point", OF_THE_COORDINATOR)
+def test_a_death_of_the_coordinator(clusters: dict[str, Armed], point: str, tmp_path: Path) -> None:
+    """The script is killed there and started again, until it ends: what it finds then is as if nothing had been."""
+    fault, before = OF_THE_COORDINATOR[point]
+    armed = clusters["log"]
+    armed.arm(fault, *before)
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    cluster = armed.cluster
+    env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token}
+    env |= {VARIABLE: "", FOLDER_VARIABLE: str(armed.folder)}
+    env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [env.get("PYTHONPATH", "")])])
+    command = [sys.executable, "-m", "pscluster.coordinator", "--log-level", "ERROR"]
+    codes: list[int] = []
+    while not codes or codes[-1] == -signal.SIGKILL:
+        arguments = [*command, *cluster.hand_over_port("chief", 0), str(path), str(tmp_path), point]
+        codes.append(subprocess.run(arguments, env=env, timeout=PATIENCE).returncode)
+        assert len(codes) < 4, codes
+    assert codes[-1] == 0, codes
+    armed.until_struck(fault, *before, calls=False)
+    assert (tmp_path / "result").read_text() == "9.0"
+
+
+def test_no_point_is_forgotten() -> None:
+    """Each has a death of its own."""
+    assert DEATHS.keys() | OF_THE_COORDINATOR.keys() == POINTS.keys()
