@@ -1,9 +1,9 @@
 """The job of `soak.py`: the coordinator's script, which does again and again whatever could leave something behind.
 
 A turn does all of it once: steps with a dataset, sparse rows, arrays as arguments and results, RemoteValues passed on
-and dropped, functions and datasets that are new every time, variables made and deleted, large reads and updates,
-metrics, health checks. Some turns also raise, save a checkpoint, or restore one. At the end of a turn everything has
-been joined, so never more functions wait than one turn has.
+and dropped, functions and classes that are new every time, large reads and updates. Some turns also raise, make and
+delete a variable, exchange the dataset, look at metrics and health, save a checkpoint, or restore one. At the end of a
+turn everything has been joined, so never more functions wait than one turn has.
 
 Every now and then it prints a line of JSON: what it has done so far. The last line says that it is over.
 """
@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from pscluster.core.tokens import call_metadata, load_token
 
 ROWS, WIDTH = 50_000, 32
 LARGE = 2_200_000  # elements: 4.2 MiB a shard, so that requests are streamed, and copies kept
-BATCH, STEPS, PATIENCE = 64, 30, 300.0
+BATCH, STEPS, NEW, PATIENCE = 64, 30, 20, 300.0
 PRINT_EVERY = 1.0
 
 
@@ -123,12 +123,13 @@ class Load:
 
     def turn(self, number: int) -> None:
         """All of it once."""
-        parts = [self._steps, self._rows, self._arrays, self._functions, self._variables, self._streams]
+        parts = [self._steps, self._rows, self._arrays, self._functions, self._streams]
         for at in self._rng.permutation(len(parts)):
             parts[at](number)
         self._join()
         for every, part in (
             (4, self._error),
+            (4, self._variables),
             (5, self._datasets),
             (6, self._look),
             (8, self._save),
@@ -163,25 +164,34 @@ class Load:
             assert float(value.fetch(PATIENCE)[0]) == 0.25
 
     def _functions(self, number: int) -> None:
-        """A function, a class and captured values that no worker has seen before."""
-        captured = self._rng.normal(size=1000)
+        """Functions, classes and captured values that no worker has seen before.
 
-        class Weights:
-            def __init__(self, scale: float) -> None:
-                self.scale = scale
+        A worker keeps up to 1,024 of them: so many a turn that it has, and drops, that many in the first minutes.
+        """
+        captured = self._rng.normal(size=NEW)
 
-            def total(self) -> float:
-                return float(captured.sum()) * self.scale
+        def make(at: int) -> Callable[[], float]:
+            class Weights:
+                def __init__(self, scale: float) -> None:
+                    self.scale = scale
 
-        value = self._schedule(lambda: Weights(number).total())
-        assert np.isclose(value.fetch(PATIENCE), captured.sum() * number)
-        self.done["new functions"] += 1
+                def total(self) -> float:
+                    return float(captured.sum()) * self.scale
+
+            return lambda: Weights(at).total()
+
+        values = [self._schedule(make(at)) for at in range(NEW)]
+        assert np.allclose(self._coordinator.fetch(values, PATIENCE), captured.sum() * np.arange(NEW))
+        self.done["new functions"] += NEW
 
     def _variables(self, number: int) -> None:
+        """Not for users: "there is no call that deletes one". What makes variables takes back what it has half made.
+
+        A worker keeps the handle of each, some hundred bytes: so not at every turn.
+        """
         with self._strategy.scope():
             variable = Variable(np.zeros((100, 50), np.float32), name=f"temporary-{number}")
         assert self._schedule(self._temporary, variable).fetch(PATIENCE).shape == (100, 50)
-        # Not for users: "there is no call that deletes one". What makes variables takes back what it has half made.
         self._strategy.delete_variable(variable)
         self.done["variables"] += 1
 

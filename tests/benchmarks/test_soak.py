@@ -32,8 +32,9 @@ def test_the_job_under_faults(tmp_path: Path) -> None:
     assert "verdict: none" in said, said
     account = next(line for line in said.splitlines() if "processes killed" in line)
     counts = {kind: int(n.replace(",", "")) for n, kind in re.findall(r"([\d,]+) ([a-z ]+)", account)}
-    assert counts["turns"] == counts["variables"] == counts["large updates"] == counts["new functions"] == TURNS, said
-    assert counts["errors"] == TURNS // 4, said
+    assert counts["turns"] == counts["large updates"] == TURNS, said
+    assert counts["new functions"] == 20 * TURNS, said
+    assert counts["errors"] == counts["variables"] == TURNS // 4, said
     assert counts["datasets"] == TURNS // 5, said
     assert counts["health checks"] > 0, said
     assert counts.get("checkpoints", 0) + counts.get("checkpoints failed", 0) == TURNS // 8, said
@@ -43,9 +44,10 @@ def test_the_job_under_faults(tmp_path: Path) -> None:
     for role in ("cluster", "coordinator", "ps 0", "worker 0"):
         assert len(lives[role]) == 1, said
     for role in ("coordinator", "ps 0", "worker 0"):
-        last = lives[role][0].samples[-1]
-        assert last.resident > 0 < last.private
-        assert min(last.descriptors, last.threads, last.sockets) > 1, last
+        seen = lives[role][0].samples  # the last one may be of a process that has closed its connections
+        for measure in ("resident", "private", "descriptors", "threads", "sockets"):
+            assert max(getattr(sample, measure) for sample in seen) > 1, (role, measure)
+    assert max(sample.disk for sample in lives["ps 0"][0].samples) > 1
 
 
 @pytest.mark.parametrize("hourly", [0.0, 60.0], ids=["nothing grows", "memory grows"])
