@@ -166,7 +166,7 @@ class Load:
     def _functions(self, number: int) -> None:
         """Functions, classes and captured values that no worker has seen before.
 
-        A worker keeps up to 1,024 of them: so many a turn that it has, and drops, that many in the first minutes.
+        A worker keeps up to 256 of them: so many a turn that it has, and drops, that many in the first minutes.
         """
         captured = self._rng.normal(size=NEW)
 
