@@ -121,6 +121,8 @@ def test_a_key_names_one_piece_of_work(tmp_path: Path) -> None:
         held = job.coordinator.schedule(wait_for, args=(folder, "go"), key="held")
         with pytest.raises(MisuseError, match="a function with the key 'held' is scheduled and has not ended"):
             job.coordinator.schedule(wait_for, args=(folder, "go"), key="held")
+        with pytest.raises(MisuseError, match=r"functions with the keys \['held'\] have not ended: join first"):
+            job.coordinator.forget_keys(["other", "held"])
         note(folder, "go")
         held.fetch(PATIENCE)
         job.coordinator.schedule(wait_for, args=(folder, "go"), key="held").fetch(PATIENCE)

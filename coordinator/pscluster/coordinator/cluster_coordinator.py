@@ -147,10 +147,13 @@ class ClusterCoordinator:
 
         The place for it is behind a `save_progress` that says that these are done. Forgotten before that, what they did
         could count twice. Returns at once; the servers are told within seconds.
+
+        Raises:
+            MisuseError: a function with one of the keys has not ended. None is forgotten.
         """
         if isinstance(keys, str):
             raise TypeError("forget_keys takes several keys: write forget_keys([key])")
-        self._dispatcher.forget([_number_of(key) for key in keys])
+        self._dispatcher.forget({_number_of(key): key for key in keys})
 
     def _encode(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Put the arguments, as they are now, into a call."""

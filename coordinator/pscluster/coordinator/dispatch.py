@@ -206,8 +206,12 @@ class Dispatcher:
 
     # On users' threads
 
-    def forget(self, keys: Iterable[int]) -> None:
+    def forget(self, keys: Mapping[int, str]) -> None:
         """Functions with these keys will not be scheduled again: let the servers forget what they did."""
+        with self._lock:
+            early = [name for key, name in keys.items() if key in self._keys]
+        if early:
+            raise MisuseError(f"functions with the keys {early[:5]} have not ended: join first, then forget them")
         for each in self._forgotten:
             each.update(keys)
 
@@ -427,7 +431,7 @@ class Dispatcher:
             return []
         if link.overdue != running.id:
             link.overdue = running.id
-            return self._what(index, [running])
+            return self._recalls_of(index, [running])
         if over > STOP_SECONDS:
             link.doomed.set()
         return []
@@ -608,7 +612,7 @@ class Dispatcher:
                 # It gives back what it has not started; what it runs may still end. The writer sees it and ends.
                 link.wake.set()
                 with self._lock:
-                    recalls = self._what(index)
+                    recalls = self._recalls_of(index)
                 self._recall(recalls, cancel_running=False)
                 await asyncio.wait((reader,))
             elif not reader.done():  # outcomes that have come already still count
@@ -847,7 +851,7 @@ class Dispatcher:
                 self._settle_cancelled(scheduler.give_back(index, returned))
             if not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or self._paused):
                 self._changed.notify_all()
-            recalls = self._all() if scheduler.error is not None and before is None else []
+            recalls = self._all_recalls() if scheduler.error is not None and before is None else []
             for_all = bool(unblocked or returned)
             # Where nothing is left to do nobody waits for what may be possible now.
             done = self._hand_over(index) or scheduler.idle
@@ -921,7 +925,7 @@ class Dispatcher:
                 _, cancelled = self._scheduler.fail(index, number, error)
                 self._set_error(task, error, RemoteValueStatus.FAILED)
                 self._settle_cancelled([other for other in cancelled if other is not task])
-            recalls = self._all()
+            recalls = self._all_recalls()
             self._changed.notify_all()
         self._recall(recalls)
 
@@ -949,13 +953,13 @@ class Dispatcher:
     def _abort(self, error: Exception, *, final: bool) -> None:
         with self._changed:
             self._settle_cancelled(self._scheduler.abort(error, final=final))
-            recalls = self._all()
+            recalls = self._all_recalls()
             self._changed.notify_all()
         self._recall(recalls)
 
     # Taking back
 
-    def _what(self, index: int, tasks: Sequence[Task[Call]] | None = None) -> list[Recall]:
+    def _recalls_of(self, index: int, tasks: Sequence[Task[Call]] | None = None) -> list[Recall]:
         """Under the lock: how to ask a worker for tasks (None: all it has)."""
         link = self._links[index]
         if tasks is None:
@@ -964,9 +968,9 @@ class Dispatcher:
             return []
         return [Recall(link, link.connection, [task.id for task in tasks], [task.position for task in tasks])]
 
-    def _all(self) -> list[Recall]:
+    def _all_recalls(self) -> list[Recall]:
         """Under the lock: how to ask for everything."""
-        return [recall for index in range(len(self._links)) for recall in self._what(index)]
+        return [recall for index in range(len(self._links)) for recall in self._recalls_of(index)]
 
     def _recall(self, recalls: Iterable[Recall], *, cancel_running: bool = True) -> None:
         """What has not started comes back; what runs is asked to stop, where everything is cancelled."""
@@ -975,7 +979,7 @@ class Dispatcher:
 
     def _recall_all(self, cancel_running: bool) -> None:
         with self._lock:
-            recalls = self._all()
+            recalls = self._all_recalls()
         self._recall(recalls, cancel_running=cancel_running)
 
     def _consider_stealing(self, index: int) -> None:
@@ -984,7 +988,7 @@ class Dispatcher:
             return
         with self._lock:
             found = None if self._scheduler.workers[index].sent else self._scheduler.to_steal()
-            recalls = [] if found is None or self._links[found[0]].stealing else self._what(*found)
+            recalls = [] if found is None or self._links[found[0]].stealing else self._recalls_of(*found)
         self._recall(recalls, cancel_running=False)
 
     async def _ask_back(self, recall: Recall, cancel_running: bool) -> None:
