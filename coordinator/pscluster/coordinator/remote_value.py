@@ -102,7 +102,7 @@ class RemoteValue:
         if self._status is RemoteValueStatus.NOT_READY:
             self._wait(left, timeout)
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # else it would grow with every call
         if not self._decoded:
             # The user may change the arrays; functions that take the value as an argument get it as it came.
             attachments = [memoryview(attachment).toreadonly() for attachment in self._attachments]
