@@ -489,6 +489,9 @@ class ServerMachine(RuleBasedStateMachine):
         sent.life = self.lives
         if self.died:
             self.start(self.disk.copy)
+        elif error is not None and not refused and self.lives % 2:
+            self.at_rest()
+            self.send(sent)  # it has no answer: it sends it again, and is served
 
     def refused(self, sent: Sent) -> bool:
         """Is nothing to be applied for it any more?"""
@@ -621,6 +624,7 @@ class ServerMachine(RuleBasedStateMachine):
         self.process.end()
         if self.process.folder != folder:
             shutil.rmtree(self.process.folder)
+            folder = folder.rename(self.base / f"s{self.lives}")  # else names grow with every death
         self.lives += 1
         before, self.kind = self.kind, kind or self.kind
         self.process = Process(folder, self.kind, fsync=self.fsync)
