@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.faults.counting import Counting
 from tests.faults.steps import PATIENCE, note, wait_for
 from tests.faults.support import quiet, status, until
 
 from pscluster.coordinator.api import (
     Checkpoint,
     ClusterCoordinator,
-    IndexedSlices,
     LocalCluster,
     ParameterServerStrategy,
     Variable,
-    optimizers,
 )
 from pscluster.core.errors import UnavailableError
 from pscluster.core.fault_points import FOLDER_VARIABLE, VARIABLE
@@ -119,47 +118,6 @@ def _reviving(cluster: LocalCluster, tasks: list[tuple[str, int]]) -> Iterator[N
     finally:
         over.set()
         thread.join(PATIENCE)
-
-
-class Counting:
-    """Variables that count functions on all servers: dense, by rows, trained."""
-
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            self.dense = Variable(np.zeros((6, 3), np.float64), name="dense")
-            self.sparse = Variable(np.zeros((8, 2), np.int64), name="sparse")
-            self.trained = Variable(np.zeros((4, 5), np.float32), name="trained")
-            self.sgd = optimizers.SGD(learning_rate=1.0, name="sgd")
-        self.all = [self.dense, self.sparse, self.trained]
-
-    def step(self) -> Any:
-        """A function that adds 1 to every element, and gives back what it was given."""
-        dense, sparse, trained, sgd = self.dense, self.sparse, self.trained, self.sgd
-
-        def step(number: int) -> int:
-            dense.assign_add(np.ones(dense.shape))
-            sparse.scatter_add(IndexedSlices(np.ones(sparse.shape, np.int64), np.arange(len(sparse))))
-            sgd.apply_gradients([(-np.ones(trained.shape, np.float32), trained)])
-            return number
-
-        return step
-
-    def counts(self) -> dict[str, list[int]]:
-        """By variable, what each shard has counted: the same on all of its elements."""
-        found: dict[str, list[int]] = {}
-        for variable in self.all:
-            for shard in variable.variables:
-                values = set(shard.numpy().reshape(-1).tolist())
-                assert len(values) == 1, f"{shard.name} holds a torn update: {values}"
-                found.setdefault(variable.name, []).append(int(values.pop()))
-        return found
-
-    def one_count(self) -> int:
-        """What all shards of all variables have counted; they agree."""
-        counts = self.counts()
-        found = {count for shards in counts.values() for count in shards}
-        assert len(found) == 1, counts
-        return found.pop()
 
 
 class Round:

@@ -10,25 +10,25 @@ from pscluster.coordinator.api import IndexedSlices, ParameterServerStrategy, Va
 
 
 class Counting:
-    """Variables that count the functions on every server: dense, by rows, trained with and without a slot."""
+    """Variables that count functions on all servers: dense, by rows, trained."""
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
             self.dense = Variable(np.zeros((6, 3), np.float64), name="dense")
             self.sparse = Variable(np.zeros((8, 2), np.int64), name="sparse")
             self.trained = Variable(np.zeros((4, 5), np.float32), name="trained")
-            self.sgd = optimizers.SGD(learning_rate=1.0)
+            self.sgd = optimizers.SGD(learning_rate=1.0, name="sgd")
         self.all = [self.dense, self.sparse, self.trained]
 
     def step(self) -> Any:
-        """A function that adds 1 to every element."""
-        dense, sparse, trained = self.all
-        sgd = self.sgd
+        """A function that adds 1 to every element, and gives back what it was given."""
+        dense, sparse, trained, sgd = self.dense, self.sparse, self.trained, self.sgd
 
-        def step() -> None:
+        def step(number: int = 0) -> int:
             dense.assign_add(np.ones(dense.shape))
             sparse.scatter_add(IndexedSlices(np.ones(sparse.shape, np.int64), np.arange(len(sparse))))
             sgd.apply_gradients([(-np.ones(trained.shape, np.float32), trained)])
+            return number
 
         return step
 
@@ -41,3 +41,10 @@ class Counting:
                 assert len(values) == 1, f"{shard.name} holds a torn update: {values}"
                 found.setdefault(variable.name, []).append(int(values.pop()))
         return found
+
+    def one_count(self) -> int:
+        """What all shards of all variables have counted; they agree."""
+        counts = self.counts()
+        found = {count for shards in counts.values() for count in shards}
+        assert len(found) == 1, counts
+        return found.pop()

@@ -637,10 +637,10 @@ class Dispatcher:
         link = self._links[index]
         with self._lock:
             had_tasks = self._scheduler.lose(index)
-            for task in self._scheduler.workers[index].limbo[:1]:  # it was running; the others waited behind it
-                task.payload.deaths = (*task.payload.deaths, f"{link.peer} ({link.why})")
+            # It was running; the others waited behind it, so it is the only one that may have had all its attempts.
             first = next(iter(self._scheduler.workers[index].limbo), None)
-            overdue = first if first is not None and first.id == link.overdue else None
+            if first is not None:
+                first.payload.deaths = (*first.payload.deaths, f"{link.peer} ({link.why})")
         reach("coordinator.close.before")
         try:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._servers))
@@ -650,25 +650,13 @@ class Dispatcher:
                 self._abort(PSUnavailableError(why), final=True)
         reach("coordinator.close.after")
         with self._changed:
-            exhausted = FunctionError()
-            exhausted.worker, exhausted.attempts = index, self._max_attempts
-            if overdue is not None and not self._may_retry(index, overdue, "ran too long"):
-                exhausted = self._too_long(index, overdue)
-                failed, cancelled = self._scheduler.requeue(index, exhausted, overdue.id)
-            else:
-                failed, cancelled = self._scheduler.requeue(index, exhausted)
-            for task in failed:
-                if task is overdue:
-                    self._set_error(task, exhausted, RemoteValueStatus.FAILED)
-                    continue
-                exhausted.function = task.payload.function.name
-                story = "; ".join(task.payload.deaths)
-                exhausted.summary = (
-                    f"{exhausted.function} was running on {self._max_attempts} workers that died, so it may be what "
-                    f"kills them, and goes to no other: {story}"
-                )
-                self._set_error(task, exhausted, RemoteValueStatus.FAILED)
-            self._settle_cancelled(cancelled)
+            if first is not None:
+                late = first.id == link.overdue and not self._may_retry(index, first, "ran too long")
+                last = self._too_long(index, first) if late else self._deadly(index, first)
+                failed, cancelled = self._scheduler.requeue(index, last, first.id if late else 0)
+                for task in failed:
+                    self._set_error(task, last, RemoteValueStatus.FAILED)
+                self._settle_cancelled(cancelled)
             self._changed.notify_all()
         reach("coordinator.retry.after")
         self._wake_hungry()
@@ -901,6 +889,15 @@ class Dispatcher:
     def _raised(index: int, task: Task[Call], failure: worker_pb2.Failure) -> FunctionError:
         attempts = task.attempts + task.payload.failures
         return rebuild_failure(failure, function=task.payload.function.name, worker=index, attempts=attempts)
+
+    def _deadly(self, index: int, task: Task[Call]) -> FunctionError:
+        call, error = task.payload, FunctionError()
+        error.function, error.worker, error.attempts = call.function.name, index, self._max_attempts
+        error.summary = (
+            f"{error.function} was running on {self._max_attempts} workers that died, so it may be what kills them, "
+            f"and goes to no other: {'; '.join(call.deaths)}"
+        )
+        return error
 
     @staticmethod
     def _too_long(index: int, task: Task[Call]) -> FunctionTimeoutError:

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
 _END_SECONDS = 5.0
+_WAIT = tenacity.wait_random_exponential(multiplier=0.05, max=0.25)
 _FEW = 3  # attempts of what nobody is to wait long for
 _STEPS = f"/{WORKER_SERVICE.full_name}/Steps"
 _UNLOADED_SECONDS = 600.0  # a definition or dataset may take long to load
@@ -216,7 +217,7 @@ class PsLink:
             retry=tenacity.retry_if_exception(
                 lambda error: isinstance(error, (UnavailableError, *also)) and not isinstance(error, PSUnavailableError)
             ),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.25),
+            wait=_WAIT,
             stop=tenacity.stop_after_delay(self._request.ps_timeout),
         )
 
@@ -230,7 +231,7 @@ async def end_job(peer: PeerAddress, job: int, reason: str, metadata: Metadata) 
             # A role that did not hear of it keeps what it holds, and waits. One that is gone fails at once each time.
             async for attempt in tenacity.AsyncRetrying(
                 retry=tenacity.retry_if_exception(is_retryable),
-                wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.25),
+                wait=_WAIT,
                 stop=tenacity.stop_after_attempt(_FEW) | tenacity.stop_after_delay(_END_SECONDS),
                 reraise=True,
             ):
@@ -269,6 +270,7 @@ class WorkerConnection:
         self._attached: Any = None
         self._unloaded = _UNLOADED_SECONDS
         self._steps_channel = open_channel(peer.address)
+        self._results = Stub(self._steps_channel, WORKER_SERVICE)
         self._stream: Stream | None = None
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = loop.create_future()
@@ -370,7 +372,7 @@ class WorkerConnection:
         """The large arrays of a result. For the stream's thread: it waits for them."""
         assembler = Assembler(sum(attachments.sizes))
         request = worker_pb2.DownloadRequest(incarnation=self.incarnation, function=attachments.function)
-        for data in Stub(self._steps_channel, WORKER_SERVICE).download(request, metadata=self._metadata):
+        for data in self._results.download(request, metadata=self._metadata):
             assembler.add(*unpack(data, worker_pb2.DownloadReply))
         if not assembler.complete:
             raise UnavailableError(f"{self.peer} broke off the result of function {attachments.function}")
@@ -388,7 +390,7 @@ class WorkerConnection:
         # Until the link itself is lost: what is cancelled and does not hear of it may run for ever.
         async for attempt in tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(is_retryable),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.25),
+            wait=_WAIT,
             stop=lambda _: self._closed,
             reraise=True,
         ):

@@ -254,6 +254,20 @@ def _lost(context: grpc.ServicerContext) -> NoReturn:
     raise AssertionError("abort raises")
 
 
+def _deliver_copy(
+    faults: Faults, fault: Fault, context: grpc.ServicerContext, deliver: Callable[[_GoneCaller], None]
+) -> None:
+    """Let a copy come from a caller that has gone, and note how it was answered."""
+    gone, how = _GoneCaller(context), "answered"
+    try:
+        deliver(gone)
+    except Exception as error:
+        how = str(error) or repr(error)
+    finally:
+        gone.end()
+    faults.ended(fault, how)
+
+
 class FaultInterceptor(grpc.ServerInterceptor):
     """Lets armed faults strike at calls. In a server's place only where faults are armed."""
 
@@ -329,8 +343,8 @@ class _Struck:
 
     def _copy(self, give: Callable[[], Any], context: grpc.ServicerContext) -> None:
         """The request comes once more, and nobody has the answer."""
-        gone, how = _GoneCaller(context), "answered"
-        try:
+
+        def deliver(gone: Any) -> None:
             answer = self._call(give(), gone)
             if self._lasting:
                 next(answer, None)
@@ -339,11 +353,8 @@ class _Struck:
             elif self._streams:
                 for _ in answer:
                     pass
-        except Exception as error:
-            how = str(error) or repr(error)
-        finally:
-            gone.end()
-        self._faults.ended(self._fault, how)
+
+        _deliver_copy(self._faults, self._fault, context, deliver)
 
     def _unary(self, request: Any, context: grpc.ServicerContext) -> Any:
         give, answered = self._begin(request, context)
@@ -427,13 +438,10 @@ class _Messages:
 
     def _copy(self, fault: Fault, request: Any, context: grpc.ServicerContext) -> None:
         """The message comes once more, on a stream of its own."""
-        gone, how = _GoneCaller(context), "answered"
-        try:
+
+        def deliver(gone: Any) -> None:
             with contextlib.closing(self._call(iter([request]), gone)) as answers:
                 for _ in answers:
                     pass
-        except Exception as error:
-            how = str(error) or repr(error)
-        finally:
-            gone.end()
-        self._faults.ended(fault, how)
+
+        _deliver_copy(self._faults, fault, context, deliver)
