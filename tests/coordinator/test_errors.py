@@ -548,8 +548,9 @@ class Unloadable:
 def test_a_function_that_cannot_be_loaded(coordinator: ClusterCoordinator) -> None:
     """A function that fails to load on the worker fails alone, by name, with the reason; the workers live on."""
     value = coordinator.schedule(Unloadable())
-    with pytest.raises(errors.FunctionError, match=r"Unloadable can't be started on worker \d.*does not like workers"):
+    with pytest.raises(errors.FunctionError, match=r"Unloadable can't be started on worker \d.*does not like") as it:
         coordinator.join(PATIENCE)
+    assert isinstance(it.value, errors.MisuseError)
     assert value.status is RemoteValueStatus.FAILED
     assert coordinator.schedule(double, args=(1,)).fetch(PATIENCE) == 2
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,9 +17,10 @@ import pytest
 from tests.faults.counting import Counting
 from tests.faults.support import PATIENCE, Job, RawClient, ready, running_job, status, until
 
-from pscluster.coordinator.api import Variable, optimizers
-from pscluster.core.errors import MisuseError, PSUnavailableError, StaleError
+from pscluster.coordinator.api import Checkpoint, Variable, optimizers
+from pscluster.core.errors import MisuseError, PSUnavailableError, StaleError, UnavailableError
 from pscluster.ps.rules import UpdateRule
+from pscluster.v1 import ps_pb2
 
 FUNCTIONS = 1500
 
@@ -96,6 +98,34 @@ def test_calls_outside_of_functions_wait_and_go_on() -> None:
             thread.join(PATIENCE)
             assert not thread.is_alive()
         assert found == [(3,)]
+        assert count.numpy().tolist() == [2, 3, 4]
+
+
+@pytest.mark.timeout(180)
+def test_checkpoints_wait_and_go_on(tmp_path: Path) -> None:
+    """One that is saved, and one that is restored, while the server is down, succeed when it has been started by hand.
+
+    The channel that they go over has been told before that nobody is there, so that it waits before it dials again.
+    """
+    with running_job(durability="log", restart=False) as job:
+        with job.strategy.scope():
+            count = Variable(np.zeros(3, np.float32), name="count")
+        checkpoint = Checkpoint(job.strategy)
+        count.assign_add([1, 2, 3])
+        checkpoint.write(str(tmp_path / "first"))
+        calls = [lambda: checkpoint.write(str(tmp_path / "second")), lambda: checkpoint.read(str(tmp_path / "first"))]
+        for call in calls:
+            count.assign_add([1, 1, 1])
+            job.cluster.kill("ps", 0)
+            with pytest.raises(UnavailableError):
+                job.strategy.client.checkpoint(ps_pb2.CheckpointRequest.DROP, 1)
+            with ThreadPoolExecutor(1) as pool:
+                done = pool.submit(call)
+                until(lambda: "out of reach for" in job.coordinator.explain(), "it is missed", job.coordinator.explain)
+                job.cluster.restart("ps", 0)
+                done.result(PATIENCE)
+        assert count.numpy().tolist() == [1, 2, 3]
+        checkpoint.read(str(tmp_path / "second"))
         assert count.numpy().tolist() == [2, 3, 4]
 
 

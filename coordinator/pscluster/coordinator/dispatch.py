@@ -54,7 +54,7 @@ from pscluster.core.handles import Handle
 from pscluster.core.values import MAX_DEPTH, Buffer, ClassDefiner, children, nesting, splice
 from pscluster.ps.ledger import IntervalSet
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
-from pscluster.worker.failures import rebuild_failure
+from pscluster.worker.failures import failure_of, rebuild_failure
 
 logger = logging.getLogger(__name__)
 
@@ -908,8 +908,9 @@ class Dispatcher:
 
     @staticmethod
     def _not_begun(function: CapturedFunction, worker: int, attempts: int, why: Exception) -> FunctionError:
-        error = FunctionError()
-        error.function, error.worker, error.attempts = function.name, worker, attempts
+        # Also an instance of why's class: a server that is gone is to be caught as such, whoever noticed first.
+        error = rebuild_failure(failure_of(why), function=function.name, worker=worker, attempts=attempts)
+        error.remote_traceback = ""  # it is not the worker's
         error.summary = f"{function.name} can't be started on worker {worker}: {why}"
         return error
 

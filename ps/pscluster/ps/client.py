@@ -41,6 +41,7 @@ from pscluster.core.errors import (
 )
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, unpack, view
+from pscluster.core.rpc import Stub
 from pscluster.ps.connections import Server, Session
 from pscluster.ps.kept import Kept, Verdict, kept_bytes
 from pscluster.ps.plans import Array, ReadPlan, WholeVariable, remember
@@ -573,6 +574,8 @@ class PsClient:
     ) -> list[ps_pb2.CheckpointReply]:
         """Every server's answer, all at once. Not repeated: what was marked is gone with a server that died.
 
+        A server that is gone already is waited for, but not to drop what it has forgotten.
+
         Args:
             nbytes: what is to be written, about, of which the patience depends.
         """
@@ -582,7 +585,8 @@ class PsClient:
         def ask(index: int) -> None:
             file = part_name(index, self.num_servers)
             request = ps_pb2.CheckpointRequest(job=self.job, action=action, id=number, directory=directory, file=file)
-            replies[index] = self._ask(index, "checkpoint", request, timeout)
+            patient = action != ps_pb2.CheckpointRequest.DROP
+            replies[index] = self._ask(index, "checkpoint", request, timeout, patient=patient)
 
         self._on_each({index: functools.partial(ask, index) for index in range(self.num_servers)})
         return replies
@@ -593,12 +597,14 @@ class PsClient:
         work: dict[int, Callable[[], object]] = {}
         for index, request in requests.items():
             request.job = self.job
-            work[index] = functools.partial(self._ask, index, "restore", request, timeout)
+            work[index] = functools.partial(self._ask, index, "restore", request, timeout, patient=not request.drop)
         self._on_each(work)
 
-    def _ask(self, index: int, method: str, request: Any, timeout: float) -> Any:
+    def _ask(self, index: int, method: str, request: Any, timeout: float, *, patient: bool) -> Any:
         self._check_open()
         server = self._servers[index]
+        if patient:  # on the same channel: it may be waiting to dial again, long after the server is back
+            self._describe(server, ps_pb2.DescribeRequest(job=self.job), server.bulk)
         try:
             return getattr(server.bulk, method)(request, metadata=server.metadata, timeout=timeout)
         except grpc.RpcError as error:
@@ -721,13 +727,14 @@ class PsClient:
         specs = [self._describe(server, request).optimizers[0] for server in self._servers]
         return max(specs, key=lambda spec: spec.iterations)
 
-    def _describe(self, server: Server, request: ps_pb2.DescribeRequest) -> ps_pb2.DescribeReply:
+    def _describe(
+        self, server: Server, request: ps_pb2.DescribeRequest, stub: Stub | None = None
+    ) -> ps_pb2.DescribeReply:
         self._check_open()
+        describe = (stub or server.control).describe
 
         def attempt() -> ps_pb2.DescribeReply:
-            reply: ps_pb2.DescribeReply = server.control.describe(
-                request, metadata=server.metadata, timeout=self._timeout
-            )
+            reply: ps_pb2.DescribeReply = describe(request, metadata=server.metadata, timeout=self._timeout)
             return reply
 
         result: ps_pb2.DescribeReply = self._retrying(server, attempt)
