@@ -205,9 +205,10 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             live, remains = LiveJob.of(directories)
             if mine.request.epoch > 1:
                 assert ("v" in live.variables) == all(self.has_variable), "what lived is gone"
-                for name in remains:
+                for remain in remains:
+                    request = ps_pb2.DeleteRequest(job=mine.job, name=remain.name, id=remain.id)
                     for server in self.servers:
-                        server.service.delete(ps_pb2.DeleteRequest(job=mine.job, name=name), OpenCall())  # type: ignore[arg-type]
+                        server.service.delete(request, OpenCall())  # type: ignore[arg-type]
                     self.has_variable = [False] * SERVERS
             if "v" not in live.variables:
                 spec = ps_pb2.VariableSpec(

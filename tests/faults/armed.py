@@ -182,7 +182,7 @@ class Round:
             return
         assert self.counting.one_count() == self.counting.sgd.iterations == count
         if "checkpoint" in parts:
-            self.insist(lambda: Checkpoint(self.strategy).read(middle))
+            self.insist(lambda: Checkpoint(self.strategy).read(middle, partial=True))
             assert self.counting.one_count() <= count  # of one moment, between functions
             count = self.counting.one_count()
         self.strategy.save_progress(done=count + 10)
@@ -192,6 +192,8 @@ class Round:
         assert self.counting.one_count() == self.counting.sgd.iterations == count + 10
         assert self.strategy.progress == {"done": count + 10}
         assert self.strategy.lost_updates() == {}
+        if "directory" in parts:
+            assert self.made_anew.numpy().tolist() == [1, 1, 1, 1], "a late copy has deleted it"
 
     def join(self, values: list[Any]) -> None:
         """All have ended, with their values."""
@@ -226,10 +228,10 @@ class Round:
         with self.strategy.scope():
             first = Variable(np.zeros(3), name="temporary")
             if "kill" in self.fault:
-                self.strategy.client.delete_variable(first.name, patient=True)
+                self.strategy.client.delete_variable(first.name, first.number, patient=True)
             self.strategy.delete_variable(first)
-            second = Variable(np.ones(4), name="temporary")
-        assert second.numpy().tolist() == [1, 1, 1, 1]
+            self.made_anew = Variable(np.ones(4), name="temporary")
+        assert self.made_anew.numpy().tolist() == [1, 1, 1, 1]
 
     def save(self) -> str:
         """A checkpoint while functions run: its path."""

@@ -1,11 +1,14 @@
 """Every call between the roles: lost, its answer lost, late, and come twice. The numbers at the end are exact.
 
 The methods are those of the protobuf descriptors: a new one is tested, or fails for want of a job that calls it. Each
-fault strikes once, in a cluster that all tests share; each test is a job of its own that calls everything.
+fault strikes once, in a cluster that all tests share; each test is a job of its own. What loses something strikes
+alone. What only comes late, or twice, strikes many methods in one job; alone, too, where PSCLUSTER_SEARCH asks for more
+than every run of the tests does.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import SEARCH
 from tests.faults.armed import CUT, Armed, Round, armed_cluster
 from tests.faults.steps import note, wait_for
 from tests.faults.support import PATIENCE, status, until
@@ -37,6 +41,8 @@ NTH = {
     "/pscluster.v1.ParameterServer/Push": (1, 4, 7),  # a variable, an optimizer, an update
 }
 """Which of the calls, where they are not all alike; else the first."""
+
+LOSING = ("lose_request", "lose_response")
 
 PARTS = {
     "Checkpoint": ("checkpoint",),
@@ -92,6 +98,20 @@ def cases() -> Iterator[Case]:
                             yield Case(role, method.path, kind, nth, message=True)
 
 
+def plans() -> Iterator[list[Case]]:
+    """What strikes in one job."""
+    together: defaultdict[tuple[str, int], list[Case]] = defaultdict(list)
+    seen: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+    for case in cases():
+        if case.kind in LOSING or "Health" in case.path or SEARCH > 1:
+            yield [case]
+        else:
+            method = case.role, case.path, case.kind
+            together[case.kind, seen[method]].append(case)
+            seen[method] += 1
+    yield from together.values()
+
+
 @pytest.fixture(scope="module")
 def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Armed]:
     """Two servers and two workers, for all tests of the module; nobody dies."""
@@ -105,29 +125,36 @@ def asked(armed: Armed, case: Case) -> None:
     """What only tools call: health."""
     address = armed.cluster.cluster_spec().task_address(case.role, 0)
     healthy, said = is_healthy(address, call_metadata(armed.cluster.token))
-    assert healthy is not case.kind.startswith("lose"), said
+    assert healthy is not (case.kind in LOSING), said
     assert is_healthy(address, call_metadata(armed.cluster.token))[0]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.short) for case in cases()])
-def test_a_fault_at_a_call(armed: Armed, case: Case, tmp_path: Path) -> None:
+def name_of(plan: list[Case]) -> str:
+    """For the test."""
+    return plan[0].short if len(plan) == 1 else f"{len(plan)}-{plan[0].short}"
+
+
+@pytest.mark.parametrize("plan", [pytest.param(plan, id=name_of(plan)) for plan in plans()])
+def test_a_fault_at_a_call(armed: Armed, plan: list[Case], tmp_path: Path) -> None:
     """The job ends, every function has counted once on every element, and the roles hold what they should."""
-    extra = [CUT] if case.path.endswith("CloseIncarnation") else []
-    armed.arm(case.fault, *extra)
-    if "Health" in case.path:
-        asked(armed, case)
-        armed.until_struck(case.fault)
+    methods = [case.path.rpartition("/")[2] for case in plan]
+    faults = [case.fault for case in plan] + [CUT] * ("CloseIncarnation" in methods)
+    armed.arm(*faults)
+    if "Health" in plan[0].path:
+        asked(armed, plan[0])
+        armed.until_struck(*faults)
         return
+    parts = {part for method in methods for part in PARTS.get(method, ())}
+    awaited = faults[methods.index("Recall")] if "Recall" in methods else faults[0]
     with ParameterServerStrategy(armed.cluster, FixedShardsPartitioner(2), ps_timeout=PATIENCE) as strategy:
-        round_ = Round(armed, case.fault, strategy, tmp_path)
-        round_.run(*PARTS.get(case.path.rpartition("/")[2], ()))
-        if not case.path.endswith("EndJob"):
-            armed.until_struck(case.fault, *extra)
+        round_ = Round(armed, awaited, strategy, tmp_path)
+        round_.run(*parts)
+        armed.until_struck(*(fault for fault in faults if "EndJob" not in fault))
         for reply in strategy.client.statuses():
             assert reply.state == "serving", "the coordinator has the servers"
-        may_be_refused = case.path.endswith(("/Checkpoint", "/Restore"))
+        may_be_refused = plan[0].kind in LOSING and methods[0] in ("Checkpoint", "Restore")
         assert may_be_refused or not round_.refused, round_.refused
-    armed.until_struck(case.fault, *extra)
+    armed.until_struck(*faults)
     for index in range(2):
         until(lambda index=index: status(armed.cluster, "ps", index).variables == 0, "nothing is left of the job")  # type: ignore[misc]
 
@@ -192,7 +219,7 @@ def test_what_runs_is_cancelled_all_the_same(armed: Armed, kind: str, tmp_path: 
 
 def test_no_method_is_forgotten() -> None:
     """Each method of each role that others call has each kind of fault; what has none is named with a reason."""
-    found = {(case.role, case.path, case.kind) for case in cases()}
+    found = {(case.role, case.path, case.kind) for plan in plans() for case in plan}
     for role in ("ps", "worker"):
         for service in SERVICES[role]:
             for method in methods(service):

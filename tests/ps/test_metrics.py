@@ -67,6 +67,81 @@ def test_accuracy() -> None:
     assert accuracy.result() == 0.5
 
 
+def test_sparse_categorical_accuracy() -> None:
+    """The largest score of each row; labels with or without an axis of their own."""
+    metric = metrics.SparseCategoricalAccuracy("by rows")
+    scores = np.array([[0.1, 0.7, 0.2], [0.8, 0.1, 0.1], [0.0, 0.1, 0.9]])
+    metric.update_state([1, 0, 0], scores)
+    metric.update_state([[2]], scores[2:])
+    assert metric.result() == 0.75
+    metric.update_state([1, 2], scores[:2], sample_weight=[4.0, 2.0])
+    assert metric.result() == 0.7
+    with pytest.raises(errors.MisuseError, match=r"y_true has shape \(2,\), y_pred \(3, 3\): give labels"):
+        metric.update_state([1, 2], scores)
+
+
+def test_mean_squared_error() -> None:
+    """Of all elements."""
+    metric = metrics.MeanSquaredError("squares")
+    metric.update_state([[1.0, 2.0]], [[2.0, 4.0]])
+    assert metric.result() == 2.5
+    with pytest.raises(errors.MisuseError, match="give predictions of the labels' shape"):
+        metric.update_state([1.0, 2.0], [[1.0, 2.0]])
+
+
+def test_precision_and_recall() -> None:
+    """Above the threshold, which itself is not; weighted; 0 of none."""
+    labels, scores = np.array([1, 1, 0, 0, 1]), np.array([0.9, 0.5, 0.8, 0.1, 0.6])
+    precision, recall = metrics.Precision("p"), metrics.Recall("r")
+    assert (precision.result(), recall.result()) == (0.0, 0.0)
+    for metric in (precision, recall):
+        metric.update_state(labels[:2], scores[:2])
+        metric.update_state(labels[2:], scores[2:])
+    assert (precision.result(), recall.result()) == (2 / 3, 2 / 3)
+    low = metrics.Recall("low", threshold=0.4)
+    low.update_state(labels, scores, sample_weight=[1, 2, 3, 4, 0])
+    assert low.result() == 1.0
+    with pytest.raises(errors.MisuseError, match="the labels must be 0 or 1"):
+        low.update_state([2], [0.5])
+
+
+def test_auc() -> None:
+    """Near the exact area, which counts the pairs that stand in the right order; exactly the thresholds' trapezoids."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 5000)
+    scores = np.clip(0.5 * labels + rng.normal(0.25, 0.3, 5000), 0, 1)
+    coarse, fine = metrics.AUC("coarse", num_thresholds=3), metrics.AUC("fine", num_thresholds=5000)
+    for part in np.array_split(np.arange(5000), 7):
+        coarse.update_state(labels[part], scores[part])
+        fine.update_state(labels[part], scores[part])
+    positive, negative = scores[labels == 1][:, None], scores[labels == 0][None]
+    exact = (positive > negative).mean() + (positive == negative).mean() / 2
+    assert fine.result() == pytest.approx(exact, abs=1e-3)
+    true, false = (positive > 0.5).mean(), (negative > 0.5).mean()
+    assert coarse.result() == pytest.approx((1 + true) / 2 * (1 - false) + true / 2 * false)
+    assert metrics.AUC("of none").result() == 0.0
+    with pytest.raises(errors.MisuseError, match="the scores reach from -1 to 2; give probabilities"):
+        fine.update_state([0, 1], [-1.0, 2.0])
+    with pytest.raises(ValueError, match="num_thresholds is 1; it must be 2 or more"):
+        metrics.AUC("none", num_thresholds=1)
+
+
+def test_states_that_travel() -> None:
+    """Without side effects, and in any portions, they come to what the servers' states do."""
+    labels, scores = np.array([1, 0, 1, 1, 0]), np.array([0.9, 0.4, 0.3, 0.8, 0.6])
+    classes: list[Any] = [metrics.Precision, metrics.Recall, metrics.AUC, metrics.MeanSquaredError]
+    for number, cls in enumerate(classes):
+        here = cls(f"here {number}")
+        with creating_with(None):  # type: ignore[arg-type]
+            free = cls()
+        assert free.name == cls.__name__.lower()
+        here.update_state(labels, scores)
+        state = free.merge(free.update(free.initial(), labels[:2], scores[:2]), free.initial())
+        state = free.merge(state, free.update(free.initial(), labels[2:], scores[2:]))
+        assert free.result(state) == here.result()
+        assert here.result(state) == here.result()
+
+
 def test_weights() -> None:
     """Values count by their weights: one for all, one a row, one each."""
     mean, total, accuracy = metrics.Mean("weighted mean"), metrics.Sum("weighted sum"), metrics.Accuracy("weighted")
@@ -129,9 +204,12 @@ def test_labels_and_predictions_that_do_not_fit(bad: tuple[Any, Any]) -> None:
 
 
 def test_outside_of_a_scope() -> None:
-    """A metric needs servers for its state."""
-    with creating_with(None), pytest.raises(errors.MisuseError, match=r"make it inside `with strategy\.scope"):  # type: ignore[arg-type]
-        metrics.Mean("homeless")
+    """A metric keeps nothing there: what is to be kept on the servers is refused, with both ways out."""
+    with creating_with(None):  # type: ignore[arg-type]
+        mean = metrics.Mean("homeless")
+    for call in (lambda: mean.update_state(1.0), mean.result, mean.reset_states):
+        with pytest.raises(errors.MisuseError, match=r"outside of `with strategy\.scope.*give it to evaluate"):
+            call()
 
 
 def test_from_functions(strategy: ParameterServerStrategy) -> None:

@@ -129,7 +129,7 @@ class Twin(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Leave the servers as they were."""
         if hasattr(self, "v"):
-            self.strategy.client.delete_variable(self.v.name)
+            self.strategy.client.delete_variable(self.v.name, self.v.number)
 
     @invariant()
     def equal(self) -> None:

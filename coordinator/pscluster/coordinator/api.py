@@ -5,6 +5,7 @@ from __future__ import annotations
 from pscluster.coordinator.checkpoints import Checkpoint, CheckpointManager, RestoredFrom
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
+from pscluster.coordinator.distributed import DataPart, DistributedDataset
 from pscluster.coordinator.local_cluster import LocalCluster
 from pscluster.coordinator.partitioners import (
     FixedShardsPartitioner,
@@ -34,6 +35,8 @@ __all__ = [
     "ClusterCoordinator",
     "ClusterResolver",
     "ClusterSpec",
+    "DataPart",
+    "DistributedDataset",
     "FixedShardsPartitioner",
     "IndexedSlices",
     "InputContext",

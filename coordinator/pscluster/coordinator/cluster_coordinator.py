@@ -9,17 +9,22 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.dispatch import Call, Dispatcher, ResourceRecipe, placeholder
+from pscluster.coordinator.distributed import RETRIES, DataPart, DistributedDataset, OnError, distribute
+from pscluster.coordinator.positions import Number, Positions
 from pscluster.coordinator.remote_value import RemoteValue
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.core.definitions import CapturedFunction, capture, class_definition, needs_definition
 from pscluster.core.errors import MisuseError
 from pscluster.core.handles import Handle
 from pscluster.core.values import encode_call, map_structure
+from pscluster.ps.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
+from pscluster.worker.evaluation import States, by_name, results_of, states_of
+from pscluster.worker.pipelines import Pipeline
 
 MAX_QUEUED = 262_144
 MAX_ATTEMPTS = 3
@@ -74,6 +79,7 @@ class ClusterCoordinator:
             self._resources = itertools.count(1)
             self._iterators = weakref.WeakValueDictionary()
             strategy._coordinator = self
+            strategy.positions = Positions(strategy, self._send_pipeline)
             return self
 
     # By id of a function, or of an object and method of it, and gone when that is gone. Not by equality, which
@@ -135,10 +141,15 @@ class ClusterCoordinator:
         ):
             raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0, or None")
         function = self._capture(fn)
+        if any(isinstance(handle, DataPart) for handle in function.handles):
+            raise MisuseError(f"{function.name} has captured a part of a dataset: pass it as an argument")
         result = RemoteValue(function.name, self._handle_of)
         call = Call(function, weakref.ref(result), retries=retries, timeout=timeout, key=_number_of(key))
         if args or kwargs:
             self._encode(call, args or (), dict(kwargs or {}))
+        if call.parts and not key:
+            key = " and ".join(f"{part.name}/{function.name}" for part in call.parts)
+            call.key = _number_of(key)
         self._dispatcher.submit(call, key)
         return result
 
@@ -193,6 +204,7 @@ class ClusterCoordinator:
         # The caller may change its arrays once this has returned.
         call.attachments = [memoryview(bytes(attachment)) for attachment in attachments]
         call.remote, call.classes, call.define, call.handles = waiting, classes, define, handles
+        call.parts = [handle for handle in handles if isinstance(handle, DataPart)]
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until every scheduled function has ended.
@@ -248,6 +260,94 @@ class ClusterCoordinator:
             return PerWorkerDataset(capture(lambda: elements), self._make_iterator)
         return PerWorkerDataset(self._capture(dataset_fn), self._make_iterator)
 
+    def distribute_dataset(
+        self,
+        source: Any,
+        *,
+        reader: Callable[[Any], Any] | None = None,
+        name: str | None = None,
+        on_error: OnError = "raise",
+        retries: int = RETRIES,
+    ) -> DistributedDataset:
+        """A dataset of which each example is visited exactly once an epoch, by whichever worker comes first.
+
+            data = coordinator.distribute_dataset((images, labels)).shuffle(seed=1).batch(64)
+            for part in data.repeat(3):
+                coordinator.schedule(step, args=(part,))      # def step(part): for images, labels in part: ...
+            coordinator.join()
+
+        Which examples a function reads is settled when it is scheduled: every attempt of it reads the same ones, and
+        what it does counts once, also where the coordinator dies and the next one repeats it. What was visited goes
+        into checkpoints, and a run that is restored goes on in the middle of the epoch.
+
+        Args:
+            source: what the examples come from: arrays with one example a row (a tuple or dict of them, memory-mapped
+                ones too, which are sent by the file's name); whatever has `__len__` and `__getitem__` (a list, a
+                PyTorch or Hugging Face dataset); whatever has `__len__` and `read(start, stop)`; or a function that
+                returns one of these, called here for its length and on each worker. With `reader`, a list of files.
+            reader: called with a file on a worker, returns its examples: arrays, or something to iterate over.
+            name: the position is kept under it; default: the number of the dataset in the script.
+            on_error: what becomes of examples that can't be read after the retries: "raise", DatasetError ends the
+                job's functions as any error; "skip", they are left out, logged, and counted in `skipped`.
+            retries: so often a function is run again that could not read.
+
+        Raises:
+            TypeError: there is no way to read the source.
+            ValueError: it has no examples, or an argument is out of its range.
+        """
+        assert self.strategy.positions is not None  # made with the coordinator
+        return distribute(self.strategy.positions, source, reader=reader, name=name, on_error=on_error, retries=retries)
+
+    def evaluate(
+        self,
+        step: Callable[[Any], Any],
+        dataset: DistributedDataset,
+        metrics: Mapping[str, MetricLike] | Sequence[MetricLike],
+        *,
+        shards: int | Literal["auto"] = "auto",
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """Metrics over a dataset: each example exactly once, whatever dies, with the variables as they are now.
+
+        Waits for what was scheduled before; until it returns, other threads' `schedule` waits. The dataset is cut into
+        shards, in its order; each shard's states are made by one function and travel back with its result, and are
+        merged in the order of the shards. So the results are bit for bit those of one process that does the same.
+
+        Args:
+            step: called on workers with each element, gives what the metrics take: a tuple such as (labels, scores),
+                or a dict with one for each metric.
+            dataset: its first epoch, once; its position does not move.
+            metrics: by name, or with names: those of `pscluster.coordinator.metrics`, or what has their four methods
+                `initial`, `update`, `merge`, `result`.
+            shards: how many functions; "auto": five a worker.
+            timeout: seconds for all of it.
+
+        Returns:
+            By name, what each metric's `result` gives.
+
+        Raises:
+            MisuseError: something is no metric, or its states do not merge.
+            FunctionError: the step, or something scheduled before, failed.
+            WaitTimeoutError: `timeout` seconds have passed.
+        """
+        named = by_name(metrics)
+        if shards != "auto" and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
+            raise ValueError(f"shards is {shards!r}; it must be 1 or more, or 'auto'")
+        if not callable(step):
+            raise TypeError(f"evaluate takes a step function, not a {type(step).__name__}")
+
+        def evaluate_shard(part: Any) -> States:
+            return states_of(step, named, part)
+
+        count = 5 * len(self.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._dispatcher.alone(timeout):
+            parts = dataset.shards(count if shards == "auto" else shards)
+            found = [self.schedule(evaluate_shard, args=(part,)) for part in parts]
+            self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            states = self.fetch(found)
+        return results_of(named, states)
+
     @property
     def workers_up(self) -> int:
         """How many workers take functions now."""
@@ -259,12 +359,22 @@ class ClusterCoordinator:
 
     def _make_iterator(self, function: CapturedFunction) -> PerWorkerIterator:
         number = next(self._resources)
-        message = worker_pb2.Resource(id=number, definition=function.digest, seed=number)
-        self._dispatcher.add_resource(ResourceRecipe(message, function))
         iterator = PerWorkerIterator(number)
         self._iterators[iterator.handle_key] = iterator
-        weakref.finalize(iterator, self._dispatcher.release_resource, number).atexit = False
+        self._add_resource(worker_pb2.Resource(id=number, definition=function.digest, seed=number), function, iterator)
         return iterator
+
+    def _send_pipeline(self, pipeline: Pipeline) -> Number:
+        number = Number(next(self._resources))
+        function = capture(lambda _number=number.value: pipeline)  # with its number it is no other one's
+        message = worker_pb2.Resource(id=number.value, definition=function.digest, distributed=True)
+        self._add_resource(message, function, number)
+        return number
+
+    def _add_resource(self, message: worker_pb2.Resource, function: CapturedFunction, owner: object) -> None:
+        """For as long as its owner is there."""
+        self._dispatcher.add_resource(ResourceRecipe(message, function))
+        weakref.finalize(owner, self._dispatcher.release_resource, message.id).atexit = False
 
     def _handle_of(self, kind: str, key: str) -> Handle:
         """The handle that a function returned."""

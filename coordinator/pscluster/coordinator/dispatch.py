@@ -32,6 +32,7 @@ from typing import Any
 import grpc
 import tenacity
 
+from pscluster.coordinator.distributed import DataPart
 from pscluster.coordinator.links import LOST_CONNECTION, PsLink, WorkerConnection, end_job, why_lost
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduler import Scheduler, Task
@@ -39,6 +40,7 @@ from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
 from pscluster.core.definitions import CapturedFunction
 from pscluster.core.errors import (
     CancelledError,
+    DatasetError,
     FunctionError,
     FunctionTimeoutError,
     MisuseError,
@@ -95,6 +97,7 @@ def _nothing() -> Mapping[str, Any]:
 
 
 _STEP_BYTES = 64  # of a step without arguments
+_DATASET_ERROR = DatasetError.__module__, DatasetError.__qualname__
 
 
 @dataclass(slots=True)
@@ -120,6 +123,18 @@ class Call:
     timeout: float | None = None  # seconds that it may run, each time
     failures: int = 0
     key: int = 0  # its name in the work, for the servers; 0: it has none
+    parts: Sequence[DataPart] = ()  # of distributed datasets, among the handles
+
+    @property
+    def data_retries(self) -> int:
+        """How often it is run again when its examples can't be read."""
+        return max((part.dataset.retries for part in self.parts), default=0)
+
+    @property
+    def skips(self) -> bool:
+        """Is it to leave out what it can't read, since others have tried?"""
+        skips = any(part.dataset.on_error == "skip" for part in self.parts)
+        return skips and self.failures >= self.data_retries
 
     @property
     def size(self) -> int:
@@ -199,6 +214,7 @@ class Dispatcher:
         self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
         self._paused = 0
+        self._alone: int | None = None  # the thread that alone may schedule
         self._keys: set[int] = set()  # of functions that are scheduled and have not ended
         self._forgotten = [set[int]() for _ in servers]  # keys that each server has not been told of yet
         self._timed = asyncio.Event()  # some functions have a timeout
@@ -226,7 +242,8 @@ class Dispatcher:
                 self._raise_error()
                 if self._closed:
                     raise CancelledError("the strategy is closed: no function can be scheduled any more")
-                if self._scheduler.waiting < self._max_queued:
+                mine = self._alone in (None, threading.get_ident())
+                if mine and self._scheduler.waiting < self._max_queued:
                     break
                 self._changed.wait()
             pending = [value for value in blockers if value.status is RemoteValueStatus.NOT_READY]
@@ -347,6 +364,24 @@ class Dispatcher:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._wake_all)
 
+    @contextlib.contextmanager
+    def alone(self, timeout: float | None) -> Iterator[None]:
+        """Within the block no function runs but those that this thread schedules: all others have ended, or wait.
+
+        Raises as `join` does.
+        """
+        with self._lock:
+            while self._alone is not None:
+                self._changed.wait()
+            self._alone = threading.get_ident()
+        try:
+            self.join(timeout)
+            yield
+        finally:
+            with self._lock:
+                self._alone = None
+                self._changed.notify_all()
+
     def _running(self) -> str:
         """Under the lock: what the workers have, by name."""
         found = [
@@ -366,9 +401,10 @@ class Dispatcher:
 
     def release_resource(self, number: int) -> None:
         """Nobody uses it any more. May be called by the garbage collector, on any thread: takes no lock."""
-        self._resources.pop(number, None)
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._release_everywhere, number)
+        recipe = self._resources.pop(number, None)
+        if recipe is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._release_everywhere, recipe.message)
 
     @property
     def workers_up(self) -> int:
@@ -523,11 +559,15 @@ class Dispatcher:
         for link in self._links:
             link.wake.set()
 
-    def _release_everywhere(self, number: int) -> None:
+    def _release_everywhere(self, resource: worker_pb2.Resource) -> None:
+        # A dataset's definition holds its data, and is no other resource's; a function may be used again.
+        definitions = [resource.definition] if resource.distributed else []
         for link in self._links:
-            if number in link.built and link.connection is not None:
-                link.built.discard(number)
-                self._in_background(link.connection.release([number]))
+            if resource.id in link.built and link.connection is not None:
+                link.built.discard(resource.id)
+                for digest in definitions:
+                    link.known.pop(digest, None)
+                self._in_background(link.connection.release([resource.id], definitions))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:
@@ -817,6 +857,8 @@ class Dispatcher:
                 if kind == Outcome.DONE:
                     task = scheduler.finish(index, number, outcome.seconds)
                     if task is not None:
+                        for part in task.payload.parts:
+                            part.dataset.commit(part, task.payload.key, outcome)
                         unblocked |= self._set_value(task, outcome, buffers)
                 elif kind == Outcome.RETURNED:
                     returned.append(number)
@@ -825,7 +867,9 @@ class Dispatcher:
                 elif kind == Outcome.CANCELLED and (number != self._links[index].overdue or scheduler.error):
                     scheduler.cancelled(index, number)
                     self._settle_cancelled([sent])
-                elif self._may_retry(index, sent, "failed" if kind == Outcome.FAILED else "ran too long"):
+                elif self._may_retry(
+                    index, sent, "failed" if kind == Outcome.FAILED else "ran too long", outcome.failure
+                ):
                     returned.append(number)
                 else:
                     self._fail_with(
@@ -869,13 +913,16 @@ class Dispatcher:
             self._scheduler.unblock(dependent)
         return bool(dependents)
 
-    def _may_retry(self, index: int, task: Task[Call], what: str) -> bool:
+    def _may_retry(self, index: int, task: Task[Call], what: str, failure: worker_pb2.Failure | None = None) -> bool:
         """Under the lock: a function failed; is it to be run again?"""
         call, peer = task.payload, self._links[index].peer
-        if call.failures >= call.retries or self._scheduler.error is not None:
+        retries = call.retries
+        if failure is not None and (failure.module, failure.qualname) == _DATASET_ERROR:
+            retries = max(retries, call.data_retries)
+        if call.failures >= retries or self._scheduler.error is not None:
             return False
         call.failures += 1
-        logger.warning("%s %s on %s: run again, %d of %d", call.function.name, what, peer, call.failures, call.retries)
+        logger.warning("%s %s on %s: run again, %d of %d", call.function.name, what, peer, call.failures, retries)
         return True
 
     def _fail_with(self, index: int, task: Task[Call], error: FunctionError) -> None:
@@ -929,6 +976,8 @@ class Dispatcher:
 
     def _set_error(self, task: Task[Call], error: Exception, status: RemoteValueStatus) -> None:
         self._keys.discard(task.payload.key)
+        for part in task.payload.parts:
+            part.dataset.release(part)
         value = task.payload.result()
         if value is not None:
             value.dependents = None
@@ -1084,7 +1133,7 @@ def _has_definition(link: LinkState, function: CapturedFunction) -> bool:
 
 def _step(task: Task[Call], attempt: int) -> worker_pb2.Step:
     call = task.payload
-    return worker_pb2.Step(
+    step = worker_pb2.Step(
         function=task.id,
         attempt=attempt,
         definition=call.function.digest,
@@ -1092,6 +1141,10 @@ def _step(task: Task[Call], attempt: int) -> worker_pb2.Step:
         want_result=call.result() is not None,
         key=call.key,
     )
+    if call.parts:
+        step.parts.extend(part.handle_key for part in call.parts)
+        step.skips = call.skips
+    return step
 
 
 PLACEHOLDER = "remote-value"

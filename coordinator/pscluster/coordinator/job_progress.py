@@ -24,13 +24,14 @@ _LENGTH_BYTES = 4
 class JobProgress:
     """Of one strategy. The variable is made when something is first kept."""
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    def __init__(self, strategy: ParameterServerStrategy, name: str = NAME) -> None:
         self._strategy = strategy
+        self._name = name
         self._variable: Variable | None = None
 
     def load(self) -> dict[str, Any]:
         """What was kept last; {} if nothing was."""
-        if self._variable is None and not self._strategy.lives(NAME):
+        if self._variable is None and not self._strategy.lives(self._name):
             return {}
         data = self._bytes().read_value().tobytes()
         size = int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -56,17 +57,19 @@ class JobProgress:
 
     def prepare(self, saved: Container[str]) -> None:
         """Have the variable, if a checkpoint has it."""
-        if NAME in saved:
+        if self._name in saved:
             self._bytes()
 
     def _bytes(self) -> Variable:
         if self._variable is None:
             known = {variable.name: variable for variable in self._strategy.variables}
-            self._variable = known.get(NAME)
+            self._variable = known.get(self._name)
         if self._variable is None:
             with self._strategy.scope():
                 zeros = np.zeros(CAPACITY, np.uint8)
-                self._variable = Variable(zeros, name=NAME, trainable=False, partitioner=FixedShardsPartitioner(1))
+                self._variable = Variable(
+                    zeros, name=self._name, trainable=False, partitioner=FixedShardsPartitioner(1)
+                )
         return self._variable
 
 

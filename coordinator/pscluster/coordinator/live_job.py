@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,21 +63,17 @@ class LiveJob:
     last_id: int = 0
 
     @staticmethod
-    def of(directories: Sequence[ps_pb2.DescribeReply]) -> tuple[LiveJob, list[str]]:
-        """From what the servers know; and the names of variables that not all of them know."""
+    def of(directories: Sequence[ps_pb2.DescribeReply]) -> tuple[LiveJob, list[ps_pb2.VariableSpec]]:
+        """From what the servers know; and the variables that not all of them know."""
         live = LiveJob()
-        knowing: dict[str, int] = {}
+        found = [spec for directory in directories for spec in directory.variables]
+        knowing = Counter(spec.id for spec in found)
+        live.variables = {spec.name: spec for spec in found if knowing[spec.id] == len(directories)}
         for directory in directories:
-            for spec in directory.variables:
-                knowing[spec.name] = knowing.get(spec.name, 0) + 1
-                live.variables[spec.name] = spec
             live.optimizers.update({spec.name: spec for spec in directory.optimizers})
-        numbers = [spec.id for spec in live.variables.values()] + [spec.id for spec in live.optimizers.values()]
-        live.last_id = max(numbers, default=0)
-        remains = [name for name, count in knowing.items() if count < len(directories)]
-        for name in remains:
-            del live.variables[name]
-        return live, remains
+        live.last_id = max([*knowing, *(spec.id for spec in live.optimizers.values())], default=0)
+        remains = {spec.id: spec for spec in found if knowing[spec.id] < len(directories)}
+        return live, list(remains.values())
 
     def take_variable(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ps_pb2.VariableSpec | None:
         """The variable of this name, if it lives. MisuseError if it has another shape or type."""

@@ -31,6 +31,8 @@ from pscluster.coordinator.live_job import LiveJob, continue_job, default_job_na
 from pscluster.coordinator.local_cluster import LocalCluster
 from pscluster.coordinator.partitioners import partition_for
 from pscluster.coordinator.placement import Placer
+from pscluster.coordinator.positions import NAME as POSITIONS
+from pscluster.coordinator.positions import Positions
 from pscluster.coordinator.render import rendered
 from pscluster.coordinator.settings import process_options
 from pscluster.core.channels import PeerAddress, wait_for_peers
@@ -127,6 +129,8 @@ class ParameterServerStrategy(Strategy):
         self._closed = False
         self._dispatcher: Dispatcher | None = None
         self._coordinator: ClusterCoordinator | None = None
+        self.positions: Positions | None = None
+        """Of distributed datasets, once there is a ClusterCoordinator."""
         self._server: RoleServer | None = None
         self._servers: list[PsLink] = []
 
@@ -211,8 +215,8 @@ class ParameterServerStrategy(Strategy):
     def _find_live(self) -> LiveJob:
         """What the job has; what a coordinator that died has left half made is removed."""
         live, remains = LiveJob.of(self._client.directory())
-        for name in remains:
-            self._client.delete_variable(name, patient=True)
+        for spec in remains:
+            self._client.delete_variable(spec.name, spec.id, patient=True)
         self._last_id = live.last_id
         logger.info("going on with a job of %d variables: %s", len(live.variables), ", ".join(live.variables) or "none")
         return live
@@ -268,6 +272,8 @@ class ParameterServerStrategy(Strategy):
             if self._closed:
                 return
             self._closed = True
+        if self.positions is not None:
+            self.positions.close()
         dispatcher = self._dispatcher
         if dispatcher is None and self._servers:
             dispatcher = Dispatcher(
@@ -302,8 +308,9 @@ class ParameterServerStrategy(Strategy):
         return self._dispatcher
 
     def prepare_progress(self, saved: Container[str]) -> None:
-        """A checkpoint is to be restored: have a place for its progress."""
+        """A checkpoint is to be restored: have a place for its progress, and for the positions of its datasets."""
         self._progress.prepare(saved)
+        JobProgress(self, POSITIONS).prepare(saved)
 
     def restore_or_initialize(self, directory: str) -> RestoredFrom:
         """See `CheckpointManager.restore_or_initialize`."""
@@ -414,7 +421,7 @@ class ParameterServerStrategy(Strategy):
     def delete_variable(self, variable: Variable) -> None:
         """For what is made of several variables, and failed at a later one: take this one back."""
         self._variables.pop(variable.name, None)
-        self._client.delete_variable(variable.name)
+        self._client.delete_variable(variable.name, variable.number)
         with self._lock:
             self._placer.release(variable.partition, variable.dtype, list(variable.owners))
             self._reserved.discard(("variable", variable.name))

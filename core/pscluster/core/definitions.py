@@ -61,7 +61,7 @@ class CapturedFunction:
     _function: Any  # only of one by reference: the others may be forgotten, as a cache of these by function wants
     _origin: dict[str, str]
     _pickles: list[bytes] = field(default_factory=list)
-    _handles: tuple[Handle, ...] = ()  # what it captured stays in use for as long as it may be sent
+    handles: tuple[Handle, ...] = ()  # what it captured stays in use for as long as it may be sent
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def by_value(self) -> bytes:

@@ -19,6 +19,7 @@
     ├── WaitTimeoutError (TimeoutError)      a wait with a timeout ended without its event
     ├── CancelledError                       cancelled because another function failed first: schedule it anew
     ├── EndOfDatasetError                    a step asked a finite dataset for more than it has
+    ├── DatasetError                         examples of a distributed dataset can't be read: which, and why
     └── FunctionError                        a scheduled function raised; also an instance of what it raised
         └── FunctionTimeoutError (TimeoutError)  it ran longer than the `timeout` it was scheduled with
 
@@ -110,6 +111,16 @@ class CancelledError(PsClusterError):
 
 class EndOfDatasetError(PsClusterError):
     """A step function asked a finite dataset for more elements than it has."""
+
+
+class DatasetError(PsClusterError):
+    """Examples of a distributed dataset can't be read; the message says which, and why.
+
+    Attributes:
+        examples: how many; of a file that can't be read, 1.
+    """
+
+    examples: int = 0
 
 
 class FunctionCancelled(BaseException):

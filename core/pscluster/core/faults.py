@@ -358,7 +358,11 @@ class _Struck:
 
     def _unary(self, request: Any, context: grpc.ServicerContext) -> Any:
         give, answered = self._begin(request, context)
-        answer = self._call(give(), context)
+        try:
+            answer = self._call(give(), context)
+        except BaseException as error:  # of an attachment that is over, by another fault
+            self._faults.ended(self._fault, f"the call itself was refused: {error!r}")
+            raise
         answered()
         if self._fault.action == "lose_response":
             _lost(context)

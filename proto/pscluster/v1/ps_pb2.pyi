@@ -280,12 +280,14 @@ class CreateReply(_message.Message):
     def __init__(self, unresolved: _Optional[str] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
-    __slots__ = ("job", "name")
+    __slots__ = ("job", "name", "id")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+    id: int
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., id: _Optional[int] = ...) -> None: ...
 
 class DeleteReply(_message.Message):
     __slots__ = ()

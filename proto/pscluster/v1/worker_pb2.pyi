@@ -10,14 +10,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Resource(_message.Message):
-    __slots__ = ("id", "definition", "seed")
+    __slots__ = ("id", "definition", "seed", "distributed")
     ID_FIELD_NUMBER: _ClassVar[int]
     DEFINITION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTED_FIELD_NUMBER: _ClassVar[int]
     id: int
     definition: str
     seed: int
-    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    distributed: bool
+    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ..., distributed: bool = ...) -> None: ...
 
 class UploadRequest(_message.Message):
     __slots__ = ("incarnation", "definition", "resource", "attachments", "total_bytes", "last", "pad", "payload")
@@ -56,20 +58,24 @@ class UploadReply(_message.Message):
     def __init__(self, unresolved: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("function", "definition", "attempt", "arguments", "want_result", "key")
+    __slots__ = ("function", "definition", "attempt", "arguments", "want_result", "key", "parts", "skips")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     DEFINITION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     WANT_RESULT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    SKIPS_FIELD_NUMBER: _ClassVar[int]
     function: int
     definition: str
     attempt: int
     arguments: _value_pb2.Value
     want_result: bool
     key: int
-    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ...) -> None: ...
+    parts: _containers.RepeatedScalarFieldContainer[str]
+    skips: bool
+    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ..., skips: bool = ...) -> None: ...
 
 class StepsRequest(_message.Message):
     __slots__ = ("incarnation", "position", "steps")
@@ -96,7 +102,7 @@ class Failure(_message.Message):
     def __init__(self, module: _Optional[str] = ..., qualname: _Optional[str] = ..., message: _Optional[str] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., traceback: _Optional[str] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("function", "kind", "value", "failure", "attachments", "seconds")
+    __slots__ = ("function", "kind", "value", "failure", "attachments", "seconds", "waited", "skipped")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Outcome.Kind]
@@ -115,13 +121,25 @@ class Outcome(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     function: int
     kind: Outcome.Kind
     value: _value_pb2.Value
     failure: Failure
     attachments: Attachments
     seconds: float
-    def __init__(self, function: _Optional[int] = ..., kind: _Optional[_Union[Outcome.Kind, str]] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., attachments: _Optional[_Union[Attachments, _Mapping]] = ..., seconds: _Optional[float] = ...) -> None: ...
+    waited: float
+    skipped: _containers.RepeatedCompositeFieldContainer[Skipped]
+    def __init__(self, function: _Optional[int] = ..., kind: _Optional[_Union[Outcome.Kind, str]] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., attachments: _Optional[_Union[Attachments, _Mapping]] = ..., seconds: _Optional[float] = ..., waited: _Optional[float] = ..., skipped: _Optional[_Iterable[_Union[Skipped, _Mapping]]] = ...) -> None: ...
+
+class Skipped(_message.Message):
+    __slots__ = ("examples", "why")
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    examples: int
+    why: str
+    def __init__(self, examples: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class StepsReply(_message.Message):
     __slots__ = ("outcomes",)

@@ -637,7 +637,7 @@ class PsClient:
         try:
             self._on_each(work)
         except BaseException:
-            self.delete_variable(spec.name)
+            self.delete_variable(spec.name, spec.id)
             raise
         self._pushed += sum(shard.nbytes for shard in shards or ())
 
@@ -698,9 +698,9 @@ class PsClient:
                 return
         raise MisuseError(f"the rule of optimizer {spec.name!r} can't be loaded on ps {index}: {why}")
 
-    def delete_variable(self, name: str, *, patient: bool = False) -> None:
+    def delete_variable(self, name: str, number: int, *, patient: bool = False) -> None:
         """Remove a variable everywhere: as far as the servers can be reached, or, if patient, waiting for them."""
-        request = ps_pb2.DeleteRequest(job=self.job, name=name)
+        request = ps_pb2.DeleteRequest(job=self.job, name=name, id=number)
         # A few times: what stays on one server would be in the way of a variable of that name. But not for long where
         # it is a cleanup behind an error that is being raised already.
         few_times = tenacity.Retrying(

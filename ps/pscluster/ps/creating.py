@@ -92,6 +92,11 @@ def colocation() -> int | None:
     return _colocation.get()
 
 
+def has_creator() -> bool:
+    """Is this in a strategy's scope?"""
+    return _creator.get() is not None
+
+
 def current_creator(what: str) -> Creator:
     """The creator here. MisuseError, naming what was to be made, outside of any scope."""
     creator = _creator.get()

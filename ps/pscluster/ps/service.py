@@ -328,7 +328,7 @@ class ParameterServerService:
     def delete(self, request: ps_pb2.DeleteRequest, _context: grpc.ServicerContext) -> ps_pb2.DeleteReply:
         """Remove a variable."""
         store = self._store_of(request.job)
-        store.delete(request.name)
+        store.delete(request.name, request.id)
         reach("ps.delete.after")
         self._role.keeper.save()
         return ps_pb2.DeleteReply()

@@ -321,14 +321,18 @@ class Store:
             self._optimizers[spec.id] = HeldOptimizer(spec, rule, definition, by_value)
             self._awaited.pop(spec.id, None)
 
-    def delete(self, name: str) -> None:
-        """Remove a variable; one that is not there is fine."""
+    def delete(self, name: str, variable: int = 0) -> None:
+        """Remove a variable, of this number if one is given; one that is not there is fine."""
+
+        def meant(number: int, named: str) -> bool:
+            return named == name and variable in (0, number)
+
         with self._lock:
             for number, held in list(self._variables.items()):
-                if held.spec.name == name:
+                if meant(number, held.spec.name):
                     del self._variables[number]
                     self._prepared.clear()
-            self._unborn = {number: unborn for number, unborn in self._unborn.items() if unborn != name}
+            self._unborn = {number: named for number, named in self._unborn.items() if not meant(number, named)}
 
     def describe(
         self, variables: Sequence[str], optimizers: Sequence[str], everything: bool = False

@@ -90,11 +90,23 @@ class EndOfIterator(StopIteration):
 
     Attributes:
         given: how many elements there were.
+        ended: what had so many.
+        advice: how to mend the step.
     """
+
+    ended = "the dataset of this worker"
+    advice = (
+        "schedule fewer steps, make it endless (for instance with itertools.cycle), begin a new iter() of it, or loop "
+        "over it inside the step with `for element in iterator`"
+    )
 
     def __init__(self, given: int) -> None:
         super().__init__()
         self.given = given
+
+    def error(self) -> EndOfDatasetError:
+        """The error of a step that asked for too much."""
+        return EndOfDatasetError(f"{self.ended} ended after {self.given} elements: {self.advice}")
 
 
 class WorkerIterator(Handle):
@@ -156,14 +168,5 @@ class WorkerIterator(Handle):
         """The next element (the peer's name). EndOfDatasetError behind the last one."""
         try:
             return next(self)
-        except StopIteration:
-            raise end_of_dataset(self._given) from None
-
-
-def end_of_dataset(given: int) -> EndOfDatasetError:
-    """The error of a step that asked a finite dataset for too much."""
-    return EndOfDatasetError(
-        f"the dataset of this worker ended after {given} elements: schedule fewer steps, make it endless (for "
-        "instance with itertools.cycle), begin a new iter() of it, or loop over it inside the step with "
-        "`for element in iterator`"
-    )
+        except EndOfIterator as end:
+            raise end.error() from None

@@ -6,6 +6,7 @@ earlier attachment left is dropped, and its late updates are refused by the serv
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from pscluster.ps.client import PsClient
 from pscluster.ps.handles import handle_of
 from pscluster.v1 import definition_pb2, worker_pb2
 from pscluster.worker.datasets import InputContext, WorkerIterator, call_dataset_fn, mixed_seed
+from pscluster.worker.parts import Part, Reader
+from pscluster.worker.pipelines import Pipeline
 from pscluster.worker.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -52,11 +55,15 @@ class Job:
         self._arguments: dict[int, list[memoryview]] = {}
         self._results: dict[int, Sequence[Buffer]] = {}
         self._fetched = threading.Condition(self._lock)
+        self._pipelines: dict[str, Pipeline] = {}  # by the dataset's number
+        self._parts: dict[int, list[Part]] = {}  # by the function that they were sent for
+        self._reader = Reader(self.context(function=0, attempt=0))
         self.closed = threading.Event()
 
     def close(self) -> None:
         """The attachment is over."""
         self.closed.set()
+        self._reader.end()
         self._client.close()
 
     def client(self) -> PsClient:
@@ -107,6 +114,9 @@ class Job:
             if place in self._handles:  # a copy of the request: the iterator goes on where it is
                 return
         dataset_fn = self.definition(resource.definition)
+        if resource.distributed:
+            self._pipelines.setdefault(str(resource.id), dataset_fn())
+            return
         context = InputContext(
             self.worker_index, self.num_workers, mixed_seed(self._seed, resource.seed, self.worker_index)
         )
@@ -115,10 +125,43 @@ class Job:
         with self._lock:
             self._handles.setdefault(place, iterator)
 
+    # Parts of distributed datasets
+
+    def expect_parts(self, step: worker_pb2.Step) -> None:
+        """A function that waits here will want these: begin to read them."""
+        with contextlib.suppress(ProtocolError):  # the step itself will say so
+            self.parts_of(step)
+
+    def parts_of(self, step: worker_pb2.Step) -> list[Part]:
+        """Those of a function, made when they are first asked for."""
+        with self._lock:
+            parts = self._parts.get(step.function)
+            if parts is None:
+                pipelines = [self._pipelines.get(key.partition("/")[0]) for key in step.parts]
+                parts = [
+                    Part(key, pipeline, self._reader, skips=step.skips)
+                    for key, pipeline in zip(step.parts, pipelines, strict=True)
+                    if pipeline is not None
+                ]
+                if None in pipelines:
+                    raise ProtocolError(f"there is no dataset on this worker for {', '.join(step.parts)}")
+                self._parts[step.function] = parts
+                for part in parts:
+                    self._reader.add(part)
+            return parts
+
+    def drop_parts(self, function: int) -> None:
+        """It has ended, or goes elsewhere."""
+        with self._lock:
+            parts = self._parts.pop(function, ())
+        for part in parts:
+            self._reader.close(part)
+
     def release(self, resources: Sequence[int], definitions: Sequence[str]) -> None:
         """Nobody uses these any more."""
         with self._lock:
             for number in resources:
+                self._pipelines.pop(str(number), None)
                 self._handles.pop((WorkerIterator.handle_kind, str(number)), None)
             for digest in definitions:
                 self._definitions.pop(digest, None)

@@ -5,17 +5,21 @@ are ready, so that no finished function waits for a running one. Functions that 
 wait in the stream; `recall` therefore tells apart, by their position in the order of sending, those that
 were not read yet, those that wait here, the running one and those that have ended.
 
+From the first function on that has a part of a dataset, another thread reads the stream: what the next function
+needs is read while one runs. Not before, since handing each function to another thread costs more than a short one.
+
 Every function that was sent gets exactly one outcome on the stream, or none because the stream ended; in that
 case the coordinator hands it to another worker.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -26,11 +30,13 @@ from pscluster.core.definitions import record_resolver
 from pscluster.core.errors import FunctionCancelled, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Buffer
+from pscluster.core.handles import Handle
 from pscluster.core.values import decode_call, encode
 from pscluster.v1 import worker_pb2
-from pscluster.worker.datasets import EndOfIterator, end_of_dataset
+from pscluster.worker.datasets import EndOfIterator
 from pscluster.worker.failures import failure_of
 from pscluster.worker.job import Job
+from pscluster.worker.parts import EndOfPart, Part
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +59,8 @@ class Runner:
         self._outbox: deque[Outcome] = deque()
         self._ended = False
         self._leaving = False
+        self._reads_ahead = False
+        self._read_all = False  # by the thread that reads ahead
         self.done = 0
 
     @property
@@ -67,8 +75,14 @@ class Runner:
         try:
             for request in requests:
                 self._accept(request)
-                while (next_one := self._next()) is not None:
-                    self._settle(self._run_one(*next_one))
+                if self._reads_ahead:
+                    threading.Thread(
+                        target=self._read_ahead, args=(requests,), name="functions-ahead", daemon=True
+                    ).start()
+                    while self._wait_next():
+                        self._run_all()
+                    return
+                self._run_all()
         except grpc.RpcError:
             pass  # the coordinator has gone: nobody waits for outcomes
         except PsClusterError as error:
@@ -77,6 +91,28 @@ class Runner:
             logger.exception("the runner stopped; its functions go to other workers")
         finally:
             self.end()
+
+    def _run_all(self) -> None:
+        while (next_one := self._next()) is not None:
+            self._settle(self._run_one(*next_one))
+
+    def _read_ahead(self, requests: Iterator[worker_pb2.StepsRequest]) -> None:
+        try:
+            for request in requests:
+                self._accept(request)
+        except grpc.RpcError:
+            pass
+        except Exception:
+            logger.exception("the stream of steps can't be read; its functions go to other workers")
+        with self._condition:
+            self._read_all = True
+            self._condition.notify_all()
+
+    def _wait_next(self) -> bool:
+        """Until there is something to run. False if there will be nothing more."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._waiting or self._read_all or self._ended)
+            return bool(self._waiting) and not self._ended
 
     def _accept(self, request: worker_pb2.StepsRequest) -> None:
         with self._condition:
@@ -89,6 +125,10 @@ class Runner:
                     self._give_back(position, step.function)
                 else:
                     self._waiting.append((position, step))
+                    if step.parts:
+                        self._reads_ahead = True
+                        self._job.expect_parts(step)
+            self._condition.notify_all()
 
     def _next(self) -> tuple[int, worker_pb2.Step] | None:
         with self._condition:
@@ -101,6 +141,7 @@ class Runner:
     def _give_back(self, position: int, function: int) -> None:
         """Under the lock. It will not run here."""
         self._job.pop_arguments(position)
+        self._job.drop_parts(function)
         self._outbox.append(Outcome(function=function, kind=Outcome.RETURNED))
         self._condition.notify_all()
 
@@ -116,15 +157,17 @@ class Runner:
         assert context is not None  # set by _next
         arguments = self._job.pop_arguments(position)
         outcome = Outcome(function=step.function)
+        parts: Sequence[Part] = ()
         reach("worker.run.before")
         begin = time.perf_counter()
         try:
             with self._turn, running(context):
                 context.check()
                 function = self._job.definition(step.definition)
-                args, kwargs = self._arguments(step, arguments)
+                parts = self._job.parts_of(step)
+                args, kwargs = self._arguments(step, arguments, parts)
                 begin = time.perf_counter()
-                result = function(*args, **kwargs)
+                result = _called(function, args, kwargs, parts)
             outcome.seconds = time.perf_counter() - begin
             reach("worker.run.after")
             if step.want_result and result is not None:
@@ -135,17 +178,29 @@ class Runner:
         except BaseException as error:  # a step's sys.exit() must not end the worker
             outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=time.perf_counter() - begin)
             outcome.failure.CopyFrom(failure_of(_without_stop(error)))
+        if parts:
+            self._job.drop_parts(step.function)
+            outcome.waited = sum(part.waited for part in parts)
+            for skipped in itertools.chain.from_iterable(part.skipped for part in parts):
+                outcome.skipped.add(examples=skipped.examples, why=str(skipped))
         return outcome
 
     def _arguments(
-        self, step: worker_pb2.Step, attachments: list[memoryview]
+        self, step: worker_pb2.Step, attachments: list[memoryview], parts: Sequence[Part]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not step.HasField("arguments"):
             return (), {}
+        by_key = {part.handle_key: part for part in parts}
+
+        def resolve_handle(kind: str, key: str) -> Handle:
+            if kind == Part.handle_kind and key in by_key:
+                return by_key[key]
+            return self._job.resolve_handle(kind, key)
+
         return decode_call(
             step.arguments,
             attachments=attachments,
-            resolve_handle=self._job.resolve_handle,
+            resolve_handle=resolve_handle if parts else self._job.resolve_handle,
             resolve_record=record_resolver(self._job.definition),
         )
 
@@ -234,10 +289,23 @@ class Runner:
             self._condition.notify_all()
 
 
+def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], parts: Sequence[Part]) -> Any:
+    """Its result. With parts of datasets, all of each must have been read."""
+    try:
+        result = function(*args, **kwargs)
+    except EndOfPart:
+        if any(part.skipped for part in parts):
+            return None  # what it asked for could not be read, and is skipped
+        raise
+    for part in parts:
+        part.check_read()
+    return result
+
+
 def _without_stop(error: BaseException) -> BaseException:
     """Something else for a StopIteration, which a `join()` or `fetch()` inside a loop would end that loop with."""
     if isinstance(error, EndOfIterator):
-        return end_of_dataset(error.given).with_traceback(error.__traceback__)
+        return error.error().with_traceback(error.__traceback__)
     if isinstance(error, StopIteration):  # as Python does where one leaves a generator
         return RuntimeError("the function raised StopIteration").with_traceback(error.__traceback__)
     return error

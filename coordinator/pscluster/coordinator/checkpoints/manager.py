@@ -38,6 +38,7 @@ from pscluster.coordinator.checkpoints.index import (
     write_index,
 )
 from pscluster.coordinator.job_progress import NAME as PROGRESS
+from pscluster.coordinator.positions import NAME as POSITIONS
 from pscluster.core.errors import (
     CheckpointError,
     CheckpointMisfitError,
@@ -59,6 +60,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BARRIER_SECONDS = 60.0
+
+KEPT = {PROGRESS, POSITIONS}
+"""Variables of our own, which a checkpoint has where something was kept."""
 
 
 class RestoredFrom(enum.Enum):
@@ -93,6 +97,8 @@ class Checkpoint:
         strategy, begin = self.strategy, time.monotonic()
         strategy.client.directory()  # a server that is gone is waited for here, not while nothing runs
         with self._paused():
+            if strategy.positions is not None:
+                strategy.positions.save()
             index = Index(number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
             directory = strategy.client.directory()[0]
             for spec in directory.variables:
@@ -134,6 +140,7 @@ class Checkpoint:
 
         Raises:
             WaitTimeoutError: functions still run after `barrier_timeout`. Nothing was changed.
+            MisuseError: functions that have parts of distributed datasets have not ended. Nothing was changed.
             CheckpointError: it is damaged, of another program, or does not fit. Nothing was changed.
             UnavailableError: a server was lost. If that was during the last step, others have the checkpoint's values.
         """
@@ -141,6 +148,8 @@ class Checkpoint:
         index = read_index(path)
         check_whole(index, path)
         strategy = self.strategy
+        if strategy.positions is not None:
+            strategy.positions.check_idle()
         self._check_names(index, path, partial)
         strategy.prepare_progress(index.variables)
         requests = self._plan(index, path)
@@ -160,16 +169,18 @@ class Checkpoint:
             commits = {server: ps_pb2.RestoreRequest(id=number, commit=True) for server in requests}
             strategy.client.restore(commits, index.nbytes)
             reach("coordinator.commit.after")
+            if strategy.positions is not None:
+                strategy.positions.restored()
         return index
 
     def _check_names(self, index: Index, path: str, partial: bool) -> None:
         known = {variable.name for variable in self.strategy.variables}
-        missing = sorted(known - index.variables.keys() - {PROGRESS})
+        missing = sorted(known - index.variables.keys() - KEPT)
         if missing and not partial:
             raise CheckpointMisfitError(
                 f"{path} has no {', '.join(map(repr, missing))}: give partial=True to leave them as they are"
             )
-        if surplus := [name for name in index.variables if name not in known and name != PROGRESS]:
+        if surplus := [name for name in index.variables if name not in known and name not in KEPT]:
             logger.warning("%s has variables that are not here: %s", path, ", ".join(surplus))
 
     def _plan(self, index: Index, path: str) -> dict[int, ps_pb2.RestoreRequest]:
@@ -177,7 +188,7 @@ class Checkpoint:
         for variable in self.strategy.variables:
             if variable.name in index.variables:
                 _plan_variable(variable, index.variables[variable.name], path, requests)
-            elif variable.name == PROGRESS:  # none was kept then: zeros, which say so
+            elif variable.name in KEPT:  # none was kept then: zeros, which say so
                 shard = requests[variable.owners[0]].shards.add(variable=variable.number)
                 shard.arrays.add(array="value")
         return requests

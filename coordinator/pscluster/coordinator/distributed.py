@@ -1,0 +1,301 @@
+"""Distributed datasets as the coordinator holds them: the data is read on the workers; what was read is known here.
+
+A function is given a part: a range of places in an epoch's order, which every attempt of it reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from pscluster.coordinator.positions import Number, Position, Positions
+from pscluster.core.errors import MisuseError, PsClusterError
+from pscluster.core.handles import Handle
+from pscluster.v1 import worker_pb2
+from pscluster.worker.pipelines import Pipeline
+from pscluster.worker.sources import Files, source_of
+
+logger = logging.getLogger(__name__)
+
+RETRIES = 2
+"""So often a function is run again that could not read its examples, where nothing is said."""
+
+OnError = Literal["raise", "skip"]
+
+
+class DataPart(Handle):
+    """A part of an epoch. Pass it to `schedule`; the step function iterates over its elements."""
+
+    handle_kind = "part"
+
+    def __init__(
+        self, dataset: DistributedDataset, number: Number, epoch: int, start: int, stop: int, *, counts: bool = True
+    ) -> None:
+        self.dataset = dataset
+        self.counts = counts
+        self.epoch = epoch
+        self.start = start
+        self.stop = stop
+        self._number = number  # the workers keep the dataset for as long as somebody has this
+
+    @property
+    def handle_key(self) -> str:
+        """The dataset's number, the epoch, the first place and the one behind the last."""
+        return f"{self._number.value}/{self.epoch}/{self.start}/{self.stop}"
+
+    @property
+    def name(self) -> str:
+        """The same in every run of the script."""
+        return f"{self.dataset.name}/{self.epoch}/{self.start}-{self.stop}"
+
+    def __iter__(self) -> Iterator[Any]:
+        raise MisuseError(
+            "a part has its elements on the workers: pass it to schedule(), and iterate over it in the step function"
+        )
+
+    def __repr__(self) -> str:
+        return f"<DataPart {self.name}>"
+
+
+class DistributedDataset:
+    """Examples that are visited once an epoch, by whichever worker comes first. See `distribute_dataset`.
+
+    Each method returns another dataset, and leaves this one as it is. Going through one gives its `DataPart`s, for
+    `schedule`. Each that is gone through has a position of its own, kept by its name: the first one of a source has the
+    source's name, the next ones `name.2` and so on.
+    """
+
+    def __init__(
+        self,
+        positions: Positions,
+        pipeline: Pipeline,
+        named: itertools.count[int],
+        *,
+        on_error: OnError,
+        retries: int,
+        epochs: int | None = 1,
+        elements: int = 1,
+    ) -> None:
+        self._positions = positions
+        self._pipeline = pipeline
+        self._named = named  # those that go through the same source
+        self._epochs = epochs
+        self._elements = elements
+        self.on_error = on_error
+        self.retries = retries
+        self._lock = threading.Lock()
+        self._position: Position | None = None
+        self._number: Number | None = None
+        self._skipped = 0
+        self._seconds = self._waited = 0.0
+
+    # What is made of it
+
+    def _with(self, **changes: Any) -> DistributedDataset:
+        mine = {"epochs": self._epochs, "elements": self._elements}
+        options = {name: changes.pop(name, value) for name, value in mine.items()}
+        pipeline = dataclasses.replace(self._pipeline, _orders=[], **changes)
+        return DistributedDataset(
+            self._positions, pipeline, self._named, on_error=self.on_error, retries=self.retries, **options
+        )
+
+    def shuffle(self, seed: int = 0, *, split: int | None = None) -> DistributedDataset:
+        """In another order every epoch, the same for the same seed.
+
+        Args:
+            seed: 0 or more.
+            split: examples that lie together in the source and are shuffled among each other, after which the splits
+                are shuffled; default 1,024. The whole length shuffles everything, at 8 bytes an example on each worker.
+        """
+        if _whole("seed", seed) < 0:
+            raise ValueError(f"seed is {seed}; it must be 0 or more")
+        return self._with(seed=seed, split=self._pipeline.split if split is None else _positive("split", split))
+
+    def map(self, fn: Callable[[Any], Any]) -> DistributedDataset:
+        """`fn(element)` in place of each, on the workers: of an example before `batch`, of a batch behind it."""
+        if not callable(fn):
+            raise TypeError(f"map takes a function, not a {type(fn).__name__}")
+        pipeline = self._pipeline
+        if pipeline.batch is None:
+            return self._with(each=(*pipeline.each, fn))
+        return self._with(then=(*pipeline.then, fn))
+
+    def batch(self, size: int, *, drop_remainder: bool = False) -> DistributedDataset:
+        """So many examples together: arrays with one axis more. The last one of an epoch may be smaller, or is dropped.
+
+        Batches of files do not cross from one file to the next.
+        """
+        if self._pipeline.batch is not None:
+            raise MisuseError(f"these are batches of {self._pipeline.batch} already")
+        return self._with(batch=_positive("batch size", size), drop_remainder=drop_remainder)
+
+    def repeat(self, epochs: int | None = None) -> DistributedDataset:
+        """Going through it once gives so many epochs, one behind the other; None: without end."""
+        return self._with(epochs=None if epochs is None else _positive("epochs", epochs))
+
+    def prefetch(self, elements: int) -> DistributedDataset:
+        """So many elements are read by a worker before they are asked for; 2 unless said otherwise, 0 none."""
+        if _whole("elements", elements) < 0:
+            raise ValueError(f"prefetch({elements}): give 0 or more")
+        return self._with(ahead=elements)
+
+    def parts(self, elements: int) -> DistributedDataset:
+        """So many elements a part: one function is handed out for all of them. Of files: so many files."""
+        return self._with(elements=_positive("elements", elements))
+
+    # What there is
+
+    @property
+    def name(self) -> str:
+        """Of its position, once it is gone through; before that, of its source."""
+        return self._pipeline.name
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs were visited wholly."""
+        return self._placed().epoch
+
+    @property
+    def visited(self) -> int:
+        """How many examples (or files) of the epoch that is not over yet were visited."""
+        return self._placed().visited
+
+    @property
+    def skipped(self) -> int:
+        """How many examples could not be read, with `on_error="skip"`; of files that could not, 1 each."""
+        return self._skipped
+
+    @property
+    def waiting(self) -> float:
+        """The share of the functions' time that they waited for data, from 0 to 1."""
+        with self._lock:
+            return self._waited / self._seconds if self._seconds else 0.0
+
+    @property
+    def examples(self) -> int:
+        """Of an epoch; of files it is not known."""
+        self._need_length("examples")
+        return self._pipeline.kept
+
+    def __len__(self) -> int:
+        """Elements (batches) an epoch."""
+        self._need_length("len()")
+        return -(-self._pipeline.kept // self._pipeline.element)
+
+    def _need_length(self, what: str) -> None:
+        if isinstance(self._pipeline.source, Files):
+            raise TypeError(f"{what}: how many examples are in the files is known only to their reader")
+
+    def local(self, epoch: int = 0) -> Iterator[Any]:
+        """The elements of an epoch, in order, read in this process. No position moves.
+
+        Raises:
+            DatasetError: one can't be read.
+        """
+        for element in self._pipeline.elements(epoch, 0, self._pipeline.kept):
+            if isinstance(element, PsClusterError):
+                raise element
+            yield element
+
+    def shards(self, count: int) -> Iterator[DataPart]:
+        """The first epoch as so many parts of about one size, in order. No position moves: it is for evaluation."""
+        number = self._numbered()
+        whole = -(-self._pipeline.kept // self._pipeline.element)
+        for shard in range(count):
+            first, after = (whole * each // count * self._pipeline.element for each in (shard, shard + 1))
+            if first < after:
+                yield DataPart(self, number, 0, first, min(after, self._pipeline.kept), counts=False)
+
+    # Going through it
+
+    def __iter__(self) -> Iterator[DataPart]:
+        """The parts that were not given out yet, of the epochs that one pass takes.
+
+        A pass that was left before its end goes on. One that a checkpoint, or a coordinator that died, has left in the
+        middle goes on with what was not visited.
+        """
+        position, number = self._placed(), self._numbered()
+        restored, epoch = position.restored, position.unfinished
+        after = None if self._epochs is None else (epoch // self._epochs + 1) * self._epochs
+        while after is None or epoch < after:
+            if position.restored != restored:
+                raise MisuseError(f"the position of {self} was restored meanwhile: begin a new iter() of it")
+            found = position.take(epoch, self._elements * self._pipeline.element)
+            if found is None:
+                epoch += 1
+            else:
+                yield DataPart(self, number, epoch, *found)
+
+    def _numbered(self) -> Number:
+        with self._lock:
+            if self._number is None:
+                self._number = self._positions.send(self._pipeline)
+            return self._number
+
+    def _placed(self) -> Position:
+        if self._position is None:
+            pipeline, nth = self._pipeline, next(self._named)
+            if nth > 1:
+                self._pipeline = pipeline = dataclasses.replace(pipeline, name=f"{pipeline.name}.{nth}")
+            self._position = self._positions.enter(self, self.name, pipeline.length, pipeline.kept)
+        return self._position
+
+    def commit(self, part: DataPart, key: int, outcome: worker_pb2.Outcome) -> None:
+        """For the dispatcher: the function that had the part has ended."""
+        if self._position is not None:
+            self._position.commit(part.epoch, part.start, part.stop, key, counts=part.counts)
+        with self._lock:
+            self._seconds += outcome.seconds
+            self._waited += outcome.waited
+            self._skipped += sum(skipped.examples for skipped in outcome.skipped)
+        for skipped in outcome.skipped:
+            logger.warning("skipped %d: %s", skipped.examples, skipped.why)
+
+    def release(self, part: DataPart) -> None:
+        """For the dispatcher: the function that had the part has failed, or was cancelled. It is given out again."""
+        if part.counts and self._position is not None:
+            self._position.release(part.epoch, part.start, part.stop)
+
+    def __repr__(self) -> str:
+        return f"<DistributedDataset {self.name!r}>"
+
+
+def distribute(
+    positions: Positions,
+    source: Any,
+    *,
+    reader: Callable[[Any], Any] | None,
+    name: str | None,
+    on_error: OnError,
+    retries: int,
+) -> DistributedDataset:
+    """See `ClusterCoordinator.distribute_dataset`."""
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
+    if _whole("retries", retries) < 0:
+        raise ValueError(f"retries is {retries}; it must be 0 or more")
+    if reader is not None and not callable(reader):
+        raise TypeError(f"reader is a {type(reader).__name__}; give a function of a file")
+    if reader is not None and isinstance(source, str | bytes):
+        raise TypeError(f"{source!r} is one file: give a list of files")
+    found = source_of(source) if reader is None else Files(source, reader)
+    if not len(found):
+        raise ValueError("the source has no examples: an epoch of nothing would never end, or at once")
+    pipeline = Pipeline(found, positions.name() if name is None else name)
+    return DistributedDataset(positions, pipeline, itertools.count(1), on_error=on_error, retries=retries)
+
+
+def _whole(what: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} is {value!r}; it must be a whole number")
+    return value
+
+
+def _positive(what: str, value: int) -> int:
+    if _whole(what, value) < 1:
+        raise ValueError(f"{what} is {value}; it must be 1 or more")
+    return value

@@ -1,0 +1,451 @@
+"""Distributed datasets on a live cluster: each example once an epoch, and what users meet on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import PATIENCE, Gate, until, wait_for_file
+
+from pscluster.coordinator import (
+    CheckpointManager,
+    ClusterCoordinator,
+    DistributedDataset,
+    IndexedSlices,
+    ParameterServerStrategy,
+    Variable,
+    errors,
+    experimental_get_current_worker_index,
+)
+
+EXAMPLES = 1000
+
+
+class Visited:
+    """A variable that counts how often each example was visited."""
+
+    def __init__(self, strategy: ParameterServerStrategy, examples: int = EXAMPLES) -> None:
+        with strategy.scope():
+            self.counts = Variable(np.zeros(examples, np.int64), name="visited")
+
+    def step(self) -> Any:
+        """Counts the examples of its part, which are numbers."""
+        counts = self.counts
+
+        def step(part: Any) -> list[int]:
+            sizes = []
+            for numbers in part:
+                counts.scatter_add(IndexedSlices(np.ones(len(numbers), np.int64), numbers))
+                sizes.append(len(numbers))
+            return sizes
+
+        return step
+
+    def all_are(self, times: int) -> bool:
+        """Each so often?"""
+        return set(self.counts.numpy().tolist()) == {times}
+
+
+@pytest.fixture
+def visited(strategy: ParameterServerStrategy) -> Visited:
+    """Of EXAMPLES examples."""
+    return Visited(strategy)
+
+
+Managed = Callable[..., CheckpointManager]
+
+
+@pytest.fixture
+def managed() -> Iterator[Managed]:
+    """Makes managers, which are closed behind the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda folder, strategy, **options: stack.enter_context(
+            CheckpointManager(str(folder), strategy=strategy, **options)
+        )
+
+
+@pytest.fixture
+def data(coordinator: ClusterCoordinator) -> DistributedDataset:
+    """The numbers of the examples, in batches."""
+    return coordinator.distribute_dataset(np.arange(EXAMPLES)).shuffle(seed=1, split=100).batch(64)
+
+
+def test_each_example_once_an_epoch(
+    coordinator: ClusterCoordinator, visited: Visited, data: DistributedDataset
+) -> None:
+    """The parts of an epoch end by themselves; each iter() is the next epoch."""
+    assert (len(data), data.examples, data.epoch, data.visited) == (16, EXAMPLES, 0, 0)
+    step = visited.step()
+    for epoch in range(1, 4):
+        values = [coordinator.schedule(step, args=(part,)) for part in data]
+        coordinator.join(PATIENCE)
+        assert [size for sizes in coordinator.fetch(values) for size in sizes] == [64] * 15 + [40]
+        assert visited.all_are(epoch)
+        assert data.epoch == epoch
+    assert 0 <= data.waiting < 1
+
+
+def test_epochs_and_parts(coordinator: ClusterCoordinator, visited: Visited, data: DistributedDataset) -> None:
+    """Several epochs in one pass, several batches a function."""
+    step, large = visited.step(), data.repeat(2).parts(5)
+    values = [coordinator.schedule(step, args=(part,)) for part in large]
+    coordinator.join(PATIENCE)
+    assert [len(value.fetch()) for value in values] == [5, 5, 5, 1] * 2
+    assert visited.all_are(2)
+    assert large.epoch == 2
+    endless = iter(data.repeat().parts(16))
+    for _ in range(3):
+        coordinator.schedule(step, args=(next(endless),))
+    coordinator.join(PATIENCE)
+    assert visited.all_are(5)
+
+
+def test_a_pass_that_was_left_goes_on(
+    coordinator: ClusterCoordinator, visited: Visited, data: DistributedDataset
+) -> None:
+    """What was given out is not given again; what is left comes first."""
+    step = visited.step()
+    for number, part in enumerate(data):
+        coordinator.schedule(step, args=(part,))
+        if number == 4:
+            break
+    rest = list(data)
+    assert len(rest) == 16 - 5
+    for part in rest:
+        coordinator.schedule(step, args=(part,))
+    coordinator.join(PATIENCE)
+    assert visited.all_are(1)
+    assert data.epoch == 1
+
+
+def test_what_failed_is_given_out_again(
+    coordinator: ClusterCoordinator, visited: Visited, data: DistributedDataset
+) -> None:
+    """A step that raises, and what was cancelled with it, were no visits."""
+    step = visited.step()
+
+    def fails(part: Any) -> None:
+        step(part)
+        raise ValueError("behind its update")
+
+    def cancelled() -> None:
+        coordinator.schedule(fails, args=(next(parts),))
+        for part in parts:
+            coordinator.schedule(step, args=(part,))
+        coordinator.join(PATIENCE)
+
+    parts = iter(data)
+    with pytest.raises(ValueError, match="behind"):
+        cancelled()
+    before = data.visited
+    again = list(data)
+    assert sum(part.stop - part.start for part in again) + before == EXAMPLES
+    assert again[0].start == 0
+    for part in again:
+        coordinator.schedule(step, args=(part,))
+    coordinator.join(PATIENCE)
+    assert data.epoch == 1
+
+
+def test_sources_of_a_user(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
+    """Columns, files with a reader, a function, a mapped file, whatever has a length: they arrive as they are."""
+    np.save(tmp_path / "x.npy", np.arange(12.0))
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"{number}a\n{number}b\n")
+
+    def lines(path: Path) -> list[str]:
+        return path.read_text().split()
+
+    def collect(part: Any) -> list[Any]:
+        return list(part)
+
+    def gathered(data: DistributedDataset) -> list[Any]:
+        values = [coordinator.schedule(collect, args=(part,)) for part in data]
+        return [element for value in values for element in value.fetch(PATIENCE)]
+
+    distribute = coordinator.distribute_dataset
+    columns = gathered(distribute({"x": np.arange(4), "y": np.ones(4)}).batch(3))
+    assert [batch["x"].tolist() for batch in columns] == [[0, 1, 2], [3]]
+    files = distribute(sorted(tmp_path.glob("*.txt")), reader=lines)
+    assert gathered(files) == ["0a", "0b", "1a", "1b", "2a", "2b"]
+    with pytest.raises(TypeError, match="how many examples are in the files is known only to their reader"):
+        len(files)
+    path = str(tmp_path / "x.npy")
+    for source in (lambda: np.load(path), np.load(path, mmap_mode="r"), [float(n) for n in range(12)]):
+        found = gathered(distribute(source).map(lambda x: x + 1).batch(5).map(lambda batch: batch * 2))
+        assert np.concatenate(found).tolist() == [2.0 * (n + 1) for n in range(12)]
+    assert [np.asarray(x).tolist() for x in distribute(np.arange(3)).local()] == [0, 1, 2]
+
+
+def test_a_position_is_part_of_a_checkpoint(
+    coordinator: ClusterCoordinator,
+    strategy: ParameterServerStrategy,
+    visited: Visited,
+    data: DistributedDataset,
+    managed: Managed,
+    tmp_path: Path,
+) -> None:
+    """In the middle of the second epoch: the restored run visits what was left, and nothing else."""
+    step = visited.step()
+    manager = managed(tmp_path, strategy)
+    parts = iter(data.repeat(3))
+    for _ in range(16 + 7):
+        coordinator.schedule(step, args=(next(parts),))
+    coordinator.join(PATIENCE)
+    manager.save()
+    seen = visited.counts.numpy().copy()
+    namesake = coordinator.distribute_dataset(np.arange(EXAMPLES), name="data-1")
+    with pytest.raises(errors.MisuseError, match="another dataset named 'data-1' is in use"):
+        next(iter(namesake))
+    for part in parts:
+        coordinator.schedule(step, args=(part,))
+    with pytest.raises(errors.MisuseError, match=r"were given out and have not been visited: join\(\)"):
+        manager.restore()
+    coordinator.join(PATIENCE)
+    assert visited.all_are(3)
+    unfinished = iter(data.repeat(3))
+    manager.restore()
+    np.testing.assert_array_equal(visited.counts.numpy(), seen)
+    coordinator.schedule(step, args=(next(unfinished),))
+    coordinator.join(PATIENCE)
+    manager.restore()
+    with pytest.raises(errors.MisuseError, match="was restored meanwhile"):
+        next(unfinished)
+
+
+def test_a_restored_run_goes_on(
+    coordinator: ClusterCoordinator,
+    strategy: ParameterServerStrategy,
+    visited: Visited,
+    data: DistributedDataset,
+    managed: Managed,
+    tmp_path: Path,
+) -> None:
+    """With other batches than before, as often as one likes: what was done since counts again."""
+    step, data = visited.step(), data.repeat(2)
+    manager = managed(tmp_path, strategy)
+    parts = iter(data)
+    for _ in range(20):
+        coordinator.schedule(step, args=(next(parts),))
+    coordinator.join(PATIENCE)
+    manager.save()
+    for _ in range(2):
+        for part in data:
+            coordinator.schedule(step, args=(part,))
+        coordinator.join(PATIENCE)
+        assert visited.all_are(2)
+        assert data.epoch == 2
+        manager.restore()
+        assert (data.epoch, data.visited) == (1, 4 * 64)
+
+
+def test_checkpoints_while_functions_run(
+    coordinator: ClusterCoordinator,
+    strategy: ParameterServerStrategy,
+    visited: Visited,
+    data: DistributedDataset,
+    managed: Managed,
+    tmp_path: Path,
+) -> None:
+    """The position is of the same moment as the variables, whenever a checkpoint is made."""
+    step, data = visited.step(), data.repeat(4)
+    manager = managed(tmp_path, strategy, max_to_keep=None)
+    for number, part in enumerate(data):
+        coordinator.schedule(step, args=(part,))
+        if number % 16 == 5:
+            manager.save()
+    coordinator.join(PATIENCE)
+    assert visited.all_are(4)
+    for path in manager.checkpoints:
+        manager.checkpoint.read(path)
+        total = int(visited.counts.numpy().sum())
+        assert total == data.epoch * EXAMPLES + data.visited
+        for part in data:
+            coordinator.schedule(step, args=(part,))
+        coordinator.join(PATIENCE)
+        assert visited.all_are(4)
+
+
+def test_it_is_read_ahead(coordinator: ClusterCoordinator, gate: Gate) -> None:
+    """While a function runs, the elements of the next ones of its worker are read, and no more than was asked for."""
+    folder = str(Path(gate.path).parent)
+
+    def read(number: int) -> int:
+        (Path(folder) / f"mark-{number}").touch()
+        return number
+
+    def step(part: Any) -> int:
+        (number,) = part
+        if number >= 10:
+            wait_for_file(gate.path)
+        return int(number)
+
+    data = coordinator.distribute_dataset(list(range(30))).map(read).prefetch(1)
+    parts = iter(data)
+    values = [coordinator.schedule(step, args=(next(parts),)) for _ in range(10)]
+    coordinator.join(PATIENCE)  # it is known now that functions are short, so that more than one goes to a worker
+    for path in Path(folder).glob("mark-*"):
+        path.unlink()
+    values += [coordinator.schedule(step, args=(part,)) for part in parts]
+
+    def reads() -> int:
+        return len(list(Path(folder).glob("mark-*")))
+
+    until(lambda: coordinator.workers_up == 2 and reads() >= 4, "each worker has read for the next function", reads)
+    assert reads() <= 2 * 3
+    gate.open()
+    assert coordinator.fetch(values, PATIENCE) == list(range(30))
+
+
+def test_slow_data_can_be_seen(coordinator: ClusterCoordinator) -> None:
+    """The share of the time that functions wait."""
+
+    def slow(number: int) -> int:
+        time.sleep(0.02)
+        return number
+
+    def step(part: Any) -> None:
+        for _ in part:
+            pass
+
+    data = coordinator.distribute_dataset(np.arange(20)).map(slow).prefetch(0)
+    for part in data:
+        coordinator.schedule(step, args=(part,))
+    coordinator.join(PATIENCE)
+    assert data.waiting > 0.5
+
+
+# Bad input
+
+
+def picky(number: int) -> int:
+    """Can't read some."""
+    if number % 10 == 3:
+        raise OSError(f"no example {number}")
+    return int(number)
+
+
+def collect(part: Any) -> list[int]:
+    """A step."""
+    return [int(number) for number in part]
+
+
+def test_what_cannot_be_read_is_named(coordinator: ClusterCoordinator) -> None:
+    """After its retries, with the examples, the reason and the remote traceback."""
+    data = coordinator.distribute_dataset(np.arange(20), name="mine", retries=1).map(picky)
+    coordinator.schedule(collect, args=(list(data)[3],))
+    with pytest.raises(errors.DatasetError, match=r"'mine': the examples at 3 to 3 of epoch 0.*no example 3") as it:
+        coordinator.join(PATIENCE)
+    assert isinstance(it.value, errors.FunctionError)
+    assert "OSError: no example" in it.value.remote_traceback
+    assert it.value.attempts == 2
+
+
+def test_what_cannot_be_read_can_be_skipped(coordinator: ClusterCoordinator, caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted and logged; the epoch ends, and the functions have what could be read."""
+    data = coordinator.distribute_dataset(np.arange(20), retries=1, on_error="skip").map(picky).parts(4)
+    values = [coordinator.schedule(collect, args=(part,)) for part in data]
+    coordinator.join(PATIENCE)
+    found = [number for value in values for number in value.fetch()]
+    assert sorted(found) == [number for number in range(20) if number % 10 != 3]
+    assert (data.skipped, data.epoch) == (2, 1)
+    assert sum("skipped 1: dataset 'data-1'" in record.message for record in caplog.records) == 2
+
+    def first(part: Any) -> int:
+        return int(next(part))
+
+    single = coordinator.distribute_dataset(np.arange(5), retries=0, on_error="skip").map(picky)
+    values = [coordinator.schedule(first, args=(part,)) for part in single]
+    assert coordinator.fetch(values, PATIENCE) == [0, 1, 2, None, 4]
+
+
+def test_a_step_that_does_not_read_its_part(coordinator: ClusterCoordinator) -> None:
+    """Examples are not lost in silence, but can be left out."""
+    data = coordinator.distribute_dataset(np.arange(10)).parts(5)
+
+    def one(part: Any) -> int:
+        return int(next(part))
+
+    def one_and_no_more(part: Any) -> int:
+        found = next(part)
+        part.skip_rest()
+        return int(found)
+
+    with pytest.raises(errors.MisuseError, match=r"read 1 elements of its part .*which has more: loop over it"):
+        coordinator.schedule(one, args=(next(iter(data)),)).fetch(PATIENCE)
+    with pytest.raises(errors.MisuseError, match="which has more"):
+        coordinator.join(PATIENCE)
+    values = [coordinator.schedule(one_and_no_more, args=(part,)) for part in data]
+    assert coordinator.fetch(values, PATIENCE) == [0, 5]
+    assert data.epoch == 1
+
+    def too_much(part: Any) -> None:
+        while True:
+            next(part)
+
+    with pytest.raises(errors.EndOfDatasetError, match="the part of the dataset ended after 5 elements: loop over it"):
+        coordinator.schedule(too_much, args=(next(iter(data)),)).fetch(PATIENCE)
+
+
+def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
+    """With the value, the limit and the mend, before anything has changed."""
+    distribute = coordinator.distribute_dataset
+    with pytest.raises(ValueError, match="the source has no examples"):
+        distribute([])
+    with pytest.raises(TypeError, match="has no length"):
+        distribute(iter([1]))
+    with pytest.raises(TypeError, match="is one file: give a list of files"):
+        distribute("file.txt", reader=open)
+    with pytest.raises(TypeError, match="reader is a int"):
+        distribute(["file.txt"], reader=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on_error is 'ignore'; it must be 'raise' or 'skip'"):
+        distribute([1], on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="retries is -1; it must be 0 or more"):
+        distribute([1], retries=-1)
+    with pytest.raises(ValueError, match="batch size is 0; it must be 1 or more"):
+        distribute([1]).batch(0)
+    with pytest.raises(TypeError, match=r"batch size is 2\.5; it must be a whole number"):
+        distribute([1]).batch(2.5)  # type: ignore[arg-type]
+    with pytest.raises(errors.MisuseError, match="these are batches of 64 already"):
+        data.batch(2)
+    with pytest.raises(ValueError, match="seed is -1"):
+        data.shuffle(-1)
+    with pytest.raises(TypeError, match="map takes a function"):
+        data.map(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epochs is 0"):
+        data.repeat(0)
+    part = next(iter(data))
+    with pytest.raises(errors.MisuseError, match=r"has its elements on the workers: pass it to schedule\(\)"):
+        iter(part)
+    with pytest.raises(errors.MisuseError, match="has captured a part of a dataset: pass it as an argument"):
+        coordinator.schedule(lambda: list(part))
+
+
+def test_nothing_is_left_of_it(coordinator: ClusterCoordinator) -> None:
+    """Workers drop a dataset that nobody has any more."""
+
+    def pipelines() -> int:
+        gc.collect()
+        found = [thing for thing in gc.get_objects() if type(thing).__name__ == "Pipeline"]
+        return sum(pipeline.name == "to be dropped" for pipeline in found)
+
+    def has_any(_: int) -> tuple[int, bool]:
+        return experimental_get_current_worker_index(), pipelines() > 0
+
+    def having() -> dict[int, bool]:
+        return dict(coordinator.schedule(has_any, args=(number,)).fetch(PATIENCE) for number in range(8))
+
+    data = coordinator.distribute_dataset(np.arange(10), name="to be dropped").batch(2)
+    for part in data:
+        coordinator.schedule(lambda part: list(part), args=(part,))
+    coordinator.join(PATIENCE)
+    assert any(having().values())
+    del part, data
+    gc.collect()
+    until(lambda: not any(having().values()), "it is gone", having)

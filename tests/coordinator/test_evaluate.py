@@ -1,0 +1,176 @@
+"""Exact evaluation: each example once, bit for bit what one process finds, whatever dies and whoever else works."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import PATIENCE, Gate, until, wait_for_file
+
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    DistributedDataset,
+    ParameterServerStrategy,
+    Variable,
+    errors,
+    metrics,
+)
+from pscluster.worker.evaluation import results_of, states_of
+
+EXAMPLES = 1003
+
+
+class Examples:
+    """A metric of one's own: the numbers that were seen, in order, and a sum whose bits depend on that order."""
+
+    name = "examples"
+
+    def initial(self) -> dict[str, Any]:
+        """None."""
+        return {"seen": np.zeros(0, np.int64), "sum": np.float32(0).reshape(())}
+
+    def update(self, state: dict[str, Any], numbers: Any, values: Any) -> dict[str, Any]:
+        """A batch more."""
+        return {"seen": np.concatenate([state["seen"], numbers]), "sum": state["sum"] + values.sum(dtype=np.float32)}
+
+    def merge(self, state: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        """One behind the other."""
+        return {"seen": np.concatenate([state["seen"], other["seen"]]), "sum": state["sum"] + other["sum"]}
+
+    def result(self, state: dict[str, Any]) -> tuple[list[int], float]:
+        """All of it."""
+        return state["seen"].tolist(), float(state["sum"])
+
+
+@pytest.fixture
+def w(strategy: ParameterServerStrategy) -> Variable:
+    """A model."""
+    with strategy.scope():
+        return Variable(np.random.default_rng(0).normal(size=4).astype(np.float32), name="w")
+
+
+@pytest.fixture
+def data(coordinator: ClusterCoordinator) -> DistributedDataset:
+    """Numbers and inputs, in batches."""
+    x = np.random.default_rng(1).normal(size=(EXAMPLES, 4)).astype(np.float32)
+    return coordinator.distribute_dataset((np.arange(EXAMPLES), x)).shuffle(seed=3).batch(16)
+
+
+def test_as_one_process_does_it(coordinator: ClusterCoordinator, w: Variable, data: DistributedDataset) -> None:
+    """The same shards, batches and order of merging: the same bits."""
+
+    def step(batch: Any) -> tuple[Any, Any]:
+        numbers, x = batch
+        return numbers, x @ w.numpy()
+
+    named = {"examples": Examples()}
+    for shards in (1, 3, 200):
+        found = coordinator.evaluate(step, data, [Examples()], shards=shards, timeout=PATIENCE)
+        elements = list(data.local())
+        assert sorted(found["examples"][0]) == list(range(EXAMPLES))
+        cuts = [len(elements) * shard // shards for shard in range(shards + 1)]
+        parts = [elements[first:after] for first, after in itertools.pairwise(cuts) if first < after]
+        assert found == results_of(named, [states_of(step, named, part) for part in parts])
+    assert data.epoch == data.visited == 0
+
+
+def test_metrics_of_ours(
+    coordinator: ClusterCoordinator, strategy: ParameterServerStrategy, data: DistributedDataset
+) -> None:
+    """Several at once, of different values, made in the scope or not; what lives on the servers stays as it is."""
+    with strategy.scope():
+        kept = metrics.Mean("kept")
+    free = metrics.AUC()
+
+    def step(batch: Any) -> dict[str, Any]:
+        numbers, x = batch
+        labels = numbers % 2
+        return {"mean": (numbers,), "area": (labels, np.where(labels, 0.8, 0.3)), "sum": x[:, 0]}
+
+    found = coordinator.evaluate(step, data, {"mean": kept, "area": free, "sum": metrics.Sum()}, timeout=PATIENCE)
+    assert found["mean"] == (EXAMPLES - 1) / 2
+    assert found["area"] == 1.0
+    assert found["sum"] == pytest.approx(sum(float(x[:, 0].sum()) for _, x in data.local()), abs=1e-3)
+    assert kept.result() == 0.0
+
+
+def test_nothing_else_runs(coordinator: ClusterCoordinator, w: Variable, gate: Gate) -> None:
+    """What was scheduled before has ended, what other threads schedule waits: the variables stand still."""
+    data = coordinator.distribute_dataset(np.arange(40))
+    folder = str(Path(gate.path).parent)
+    w.assign(np.zeros(4))
+
+    def train() -> None:
+        w.assign_add(np.ones(4))
+
+    def step(number: Any) -> tuple[Any]:
+        if number == 0:
+            (Path(folder) / "mark-evaluating").touch()
+            wait_for_file(gate.path)
+        return (w.numpy()[0],)
+
+    before = [coordinator.schedule(train) for _ in range(10)]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.submit(coordinator.evaluate, step, data, [metrics.Mean(), metrics.Sum()])
+        until(lambda: (Path(folder) / "mark-evaluating").exists(), "it is evaluated")
+        assert all(value.status.value == "ready" for value in before)
+        behind = pool.submit(coordinator.schedule, train)
+        with pytest.raises(TimeoutError):
+            behind.result(0.2)
+        gate.open()
+        assert found.result(PATIENCE) == {"mean": 10.0, "sum": 400.0}
+        behind.result(PATIENCE).fetch(PATIENCE)
+    assert w.numpy()[0] == 11
+
+
+def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
+    """Before anything runs, with what to do."""
+    evaluate = coordinator.evaluate
+    with pytest.raises(errors.MisuseError, match="no metrics are given"):
+        evaluate(len, data, [])
+    with pytest.raises(errors.MisuseError, match=r"several metrics are named \['sum'\]: give them names, or a dict"):
+        evaluate(len, data, [metrics.Sum(), metrics.Sum()])
+    with pytest.raises(errors.MisuseError, match=r"metric 'x', a int, has no \['initial', 'update'"):
+        evaluate(len, data, {"x": 3})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="shards is 0; it must be 1 or more, or 'auto'"):
+        evaluate(len, data, [metrics.Sum()], shards=0)
+    with pytest.raises(TypeError, match="evaluate takes a step function, not a int"):
+        evaluate(3, data, [metrics.Sum()])  # type: ignore[arg-type]
+
+
+def test_states_that_do_not_merge(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
+    """The metric is named, and what its states are."""
+
+    class Odd(Examples):
+        def update(self, state: dict[str, Any], numbers: Any, values: Any) -> dict[str, Any]:
+            return {"seen": np.zeros((2, int(numbers[0]) + 2)), "sum": state["sum"]}
+
+    class Other(Examples):
+        def update(self, state: dict[str, Any], numbers: Any, values: Any) -> dict[str, Any]:
+            return {"something": numbers}
+
+    def step(batch: Any) -> Any:
+        return batch
+
+    with pytest.raises(errors.MisuseError, match=r"metric 'odd' does not merge: .*the states' shapes are"):
+        coordinator.evaluate(step, data, {"odd": Odd()}, timeout=PATIENCE)
+    with pytest.raises(errors.MisuseError, match=r"one state has \['seen', 'sum'\], another \['something'\]"):
+        coordinator.evaluate(step, data, {"other": Other()}, timeout=PATIENCE)
+
+
+def test_a_step_that_fails(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
+    """Its error is raised, and the next evaluation works."""
+
+    def fails(batch: Any) -> None:
+        raise ValueError("not like this")
+
+    def passes(batch: Any) -> tuple[Any]:
+        return (batch[0],)
+
+    with pytest.raises(ValueError, match="not like this"):
+        coordinator.evaluate(fails, data, [metrics.Sum()], timeout=PATIENCE)
+    assert coordinator.evaluate(passes, data, [metrics.Sum()], timeout=PATIENCE)["sum"] == sum(range(EXAMPLES))

@@ -1,0 +1,303 @@
+"""What a dataset gives for a place in its order: orders, sources, batches, and what bad input gets."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pscluster.core.errors import DatasetError
+from pscluster.worker.pipelines import Order, Pipeline
+from pscluster.worker.sources import Arrays, Files, source_of
+
+
+def elements(pipeline: Pipeline, epoch: int = 0, start: int = 0, stop: int | None = None) -> list[Any]:
+    """Of these places; the first error is raised."""
+    found = list(pipeline.elements(epoch, start, pipeline.kept if stop is None else stop))
+    for element in found:
+        if isinstance(element, DatasetError):
+            raise element
+    return found
+
+
+@given(
+    length=st.integers(1, 60),
+    split=st.integers(1, 70),
+    seed=st.none() | st.integers(0, 3),
+    epoch=st.integers(0, 3),
+    cuts=st.lists(st.integers(0, 60), max_size=5),
+)
+def test_an_order_is_a_permutation(length: int, split: int, seed: int | None, epoch: int, cuts: list[int]) -> None:
+    """However it is asked for, in pieces, each number comes once, in the same order, within its split's bounds."""
+    order = Order(length, split, seed)
+    bounds = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    found: list[int] = []
+    for start, stop in itertools.pairwise(bounds):
+        for numbers, first, after in order.pieces(epoch, start, stop):
+            assert ((first <= numbers) & (numbers < after)).all()
+            assert first % split == 0
+            assert after == min(first + split, length)
+            found += numbers.tolist()
+    assert sorted(found) == list(range(length))
+    whole = [number for numbers, _, _ in Order(length, split, seed).pieces(epoch, 0, length) for number in numbers]
+    assert found == whole
+    if seed is None:
+        assert found == list(range(length))
+
+
+def test_shuffled_within_and_across_splits() -> None:
+    """Both the splits and what is in them; other epochs and seeds have other orders, the same ones the same."""
+
+    def order(seed: int, epoch: int) -> list[int]:
+        return [int(n) for numbers, _, _ in Order(1000, 50, seed).pieces(epoch, 0, 1000) for n in numbers]
+
+    first = order(1, 0)
+    splits = [number // 50 for number in first[::50]]
+    assert splits != sorted(splits)
+    assert [sorted(first[at : at + 50]) for at in range(0, 1000, 50)] == [
+        list(range(split * 50, split * 50 + 50)) for split in splits
+    ]
+    assert first[:50] != sorted(first[:50])
+    assert order(1, 0) == first
+    assert order(1, 1) != first
+    assert order(2, 0) != first
+
+
+class Pair(NamedTuple):
+    """An example, or a batch of them."""
+
+    x: Any
+    y: Any
+
+
+class Dataset:
+    """As PyTorch's: by number."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if not 0 <= number < 10:
+            raise IndexError(number)
+        return {"x": np.full(3, number), "y": number}
+
+
+class Several(Dataset):
+    """One that reads several at once."""
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
+        return [{"x": np.full(3, number), "y": number} for number in numbers]
+
+
+class Reader:
+    """What can read ranges; it says how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def read(self, start: int, stop: int) -> dict[str, Any]:
+        """A block."""
+        self.asked.append((start, stop))
+        return {"x": np.repeat(np.arange(start, stop), 3).reshape(-1, 3), "y": np.arange(start, stop)}
+
+
+def arrays() -> dict[str, Any]:
+    """The same examples, as arrays."""
+    return {"x": np.repeat(np.arange(10), 3).reshape(-1, 3), "y": np.arange(10)}
+
+
+@pytest.mark.parametrize(
+    "make", [arrays, Dataset, Several, Reader, lambda: [Dataset()[number] for number in range(10)], lambda: arrays]
+)
+@pytest.mark.parametrize("seed", [None, 5])
+def test_sources_give_the_same(make: Any, seed: int | None) -> None:
+    """Whatever the examples come from, and after a journey to a worker."""
+    pipeline = Pipeline(source_of(make()), "data", seed=seed, split=4, batch=3)
+    expected = elements(Pipeline(Arrays(arrays()), "data", seed=seed, split=4, batch=3), epoch=2)
+    for one in (pipeline, pickle.loads(pickle.dumps(pipeline)) if make is not None else pipeline):
+        found = elements(one, epoch=2)
+        assert [len(batch["y"]) for batch in found] == [3, 3, 3, 1]
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.keys() == theirs.keys()
+            for key in mine:
+                np.testing.assert_array_equal(mine[key], theirs[key])
+
+
+def test_ranges_are_read_once_while_they_are_needed() -> None:
+    """Batches within a split do not read it again."""
+    reader = Reader()
+    pipeline = Pipeline(source_of(reader), "data", seed=0, split=5, batch=2)
+    elements(pipeline)
+    assert sorted(reader.asked) == [(0, 5), (5, 10)]
+
+
+def test_structures() -> None:
+    """Named tuples, tuples and plain arrays come back as such; without batch() elements are examples."""
+    x, y = np.arange(6.0).reshape(3, 2), np.arange(3)
+    (first, _) = elements(Pipeline(Arrays(Pair(x, y)), "data", batch=2))
+    assert isinstance(first, Pair)
+    assert first.y.tolist() == [0, 1]
+    assert [type(element) for element in elements(Pipeline(Arrays((x, y)), "data"))] == [tuple] * 3
+    assert [element.tolist() for element in elements(Pipeline(Arrays(y), "data"))] == [0, 1, 2]
+    stacked = elements(Pipeline(source_of([Pair(1, 2), Pair(3, 4)]), "data", batch=2))
+    assert stacked[0].x.tolist() == [1, 3]
+
+
+def test_a_step_may_write_to_its_batch() -> None:
+    """The source stays as it is."""
+    x = np.arange(6.0)
+    for seed in (None, 1):
+        for batch in elements(Pipeline(Arrays(x), "data", seed=seed, batch=2)):
+            batch[:] = -1
+    assert x.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_map_stands_where_it_was_put() -> None:
+    """Before batch() it sees examples, behind it batches."""
+    pipeline = Pipeline(
+        Arrays(np.arange(4)),
+        "data",
+        each=(lambda x: x + 1, lambda x: (x, x * 10)),
+        batch=2,
+        then=(lambda b: b[1].sum(),),
+    )
+    assert elements(pipeline) == [30, 70]
+
+
+def test_drop_remainder() -> None:
+    """The last examples of the order, not of the source."""
+    pipeline = Pipeline(Arrays(np.arange(10)), "data", seed=3, batch=4, drop_remainder=True)
+    assert pipeline.kept == 8
+    assert [len(batch) for batch in elements(pipeline)] == [4, 4]
+
+
+def test_a_mapped_array_travels_by_name(tmp_path: Path) -> None:
+    """Views of it, too, with steps and offsets; a computed one by value."""
+    np.save(tmp_path / "x.npy", np.arange(100_000).reshape(-1, 10))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    for part in (mapped, mapped[5:9000:3, ::-2], mapped.T[:, 7:].T):
+        pipeline = Pipeline(source_of(part), "data", seed=1, batch=7)
+        data = pickle.dumps(pipeline)
+        assert len(data) < 2000
+        for mine, theirs in zip(
+            elements(pickle.loads(data)), elements(Pipeline(Arrays(np.array(part)), "", seed=1, batch=7)), strict=True
+        ):
+            np.testing.assert_array_equal(mine, theirs)
+    computed = source_of(mapped + 1)
+    np.testing.assert_array_equal(computed.read(np.arange(3), 0, 3), np.array(mapped[:3]) + 1)
+
+
+def test_files(tmp_path: Path) -> None:
+    """Each is read by the reader; batches stay within a file, and both files and examples are shuffled."""
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("\n".join(f"{number}-{line}" for line in range(number + 1)))
+
+    def read(path: Path) -> Iterator[str]:
+        yield from path.read_text().split("\n")
+
+    paths = sorted(tmp_path.iterdir())
+    pipeline = Pipeline(Files(paths, read), "data", batch=2)
+    assert [batch.tolist() for batch in elements(pipeline)] == [
+        ["0-0"],
+        ["1-0", "1-1"],
+        ["2-0", "2-1"],
+        ["2-2"],
+        ["3-0", "3-1"],
+        ["3-2", "3-3"],
+    ]
+    shuffled = [batch.tolist() for batch in elements(Pipeline(Files(paths, read), "data", batch=2, seed=4))]
+    assert shuffled != [batch.tolist() for batch in elements(pipeline)]
+    assert sorted(itertools.chain.from_iterable(shuffled)) == sorted(
+        f"{n}-{line}" for n in range(4) for line in range(n + 1)
+    )
+    dropped = elements(Pipeline(Files(paths, read), "data", batch=2, drop_remainder=True))
+    assert [len(batch) for batch in dropped] == [2, 2, 2, 2]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "sentence"),
+    [
+        (iter([1]), TypeError, "has no length, or no way to read its examples by number"),
+        (3, TypeError, "no source of examples"),
+        ("text", TypeError, "no source of examples"),
+        ({"x": [1, 2]}, TypeError, "no source of examples"),
+        ((np.zeros(3), np.zeros(4)), ValueError, r"the arrays of a source have \[3, 4\] examples"),
+        (np.float32(3), TypeError, "no source of examples"),
+    ],
+)
+def test_what_is_no_source(data: Any, error: type[Exception], sentence: str) -> None:
+    """It is said what there is to give."""
+    with pytest.raises(error, match=sentence):
+        source_of(data)
+
+
+def test_a_frame_is_told_how_it_can_be_given() -> None:
+    """It has a length and can be indexed, by its columns."""
+
+    class Frame:
+        iloc = None
+
+        def __len__(self) -> int:
+            return 3
+
+    with pytest.raises(TypeError, match=r"give its columns, \{name: frame"):
+        source_of(Frame())
+
+
+@pytest.mark.parametrize(
+    ("items", "sentence"),
+    [
+        ([np.zeros(2), np.zeros(3)], r"example 1 of the batch has the shape \(3,\), and the first one \(2,\)"),
+        ([{"x": 1}, {"y": 1}], r"examples with other keys than the first one's, \['x'\]"),
+        ([(1, 2), (1, 2, 3)], "examples that are no tuples of 2"),
+    ],
+)
+def test_examples_that_do_not_fit(items: list[Any], sentence: str) -> None:
+    """The message names the dataset, the examples and the reason."""
+    with pytest.raises(DatasetError, match=f"dataset 'mine': the examples at 0 to 1 of epoch 0, .*{sentence}"):
+        elements(Pipeline(source_of(items), "mine", batch=2))
+
+
+def test_a_reader_of_another_length() -> None:
+    """What gives more or fewer examples than it was asked for is refused."""
+
+    class Short(Reader):
+        def read(self, start: int, stop: int) -> dict[str, Any]:
+            return super().read(start, stop - 1)
+
+    with pytest.raises(DatasetError, match="the reader gave 9 examples for a range of 10"):
+        elements(Pipeline(source_of(Short()), "data", batch=2))
+
+    class Few(Several):
+        def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
+            return super().__getitems__(numbers)[1:]
+
+    with pytest.raises(DatasetError, match="__getitems__ gave 1 examples for 2 numbers"):
+        elements(Pipeline(source_of(Few()), "data", batch=2))
+
+
+def test_what_fails_leaves_the_rest_readable() -> None:
+    """An element that can't be read is an error in its place; the next ones are there."""
+
+    def picky(x: int) -> int:
+        if x == 2:
+            raise RuntimeError("not this one")
+        return x
+
+    found = list(Pipeline(Arrays(np.arange(6)), "data", each=(picky,), batch=2).elements(0, 0, 6))
+    assert [type(element) for element in found] == [np.ndarray, DatasetError, np.ndarray]
+    assert "numbers 2, 3 of the source, can't be read: RuntimeError: not this one" in str(found[1])
+    assert found[1].examples == 2

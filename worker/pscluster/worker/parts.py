@@ -1,0 +1,199 @@
+"""Parts of distributed datasets on a worker: what a function gets for one, and the thread that reads ahead.
+
+A part is a range of places of an epoch, bound to a function before it is sent: whoever runs it reads the same. Its
+elements are read in order, by one thread at a time and by one for the whole worker (sources and the user's functions
+need not be thread-safe): the reader's thread, which works for the parts in the order in which they came, each up to
+`ahead` elements before they are asked for, and for no more than the running one and `_PARTS` behind it; or, where
+nothing was read ahead, the function's own.
+
+States of a part, all under the reader's lock:
+
+    WAITING --add--> READING --the last element was read--> READ --close--> CLOSED    whenever its function has ended
+
+An element is read while the lock is free: what is read for a part that was closed meanwhile is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Self
+
+from pscluster.core.context import FunctionContext, current_function, running
+from pscluster.core.errors import DatasetError, MisuseError
+from pscluster.core.handles import Handle
+from pscluster.worker.datasets import EndOfIterator
+from pscluster.worker.pipelines import Pipeline
+
+logger = logging.getLogger(__name__)
+
+_PARTS = 2
+_CHECK_SECONDS = 0.1  # so often a function that waits for data looks whether it is to stop
+
+
+class EndOfPart(EndOfIterator):
+    """All elements of a part were given out."""
+
+    ended = "the part of the dataset"
+    advice = "loop over it with `for element in part`, or give each function more with parts()"
+
+
+class Part(Handle):
+    """What a step function gets for a part of a dataset: an iterator over its elements."""
+
+    handle_kind = "part"
+
+    def __init__(self, key: str, pipeline: Pipeline, reader: Reader, *, skips: bool = False) -> None:
+        self._key = key
+        self.pipeline = pipeline
+        self._reader = reader
+        self._skips = skips
+        epoch, start, stop = key.split("/")[1:]
+        self._elements = pipeline.elements(int(epoch), int(start), int(stop))
+        self._what = f"dataset {pipeline.name!r}, epoch {epoch}, from {int(start):,} to {int(stop) - 1:,}"
+        self.ready: deque[Any] = deque()
+        self.read = self.closed = False
+        self.given = 0
+        self.waited = 0.0
+        """Seconds for which its function waited."""
+        self.skipped: list[DatasetError] = []
+
+    @property
+    def handle_key(self) -> str:
+        """The dataset's number, the epoch, the first place and the one behind the last."""
+        return self._key
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        function = current_function()
+        begin = time.perf_counter()
+        while True:
+            if function is not None:
+                function.check()
+            try:
+                found, element = self._reader.next_of(self)
+            finally:
+                self.waited += time.perf_counter() - begin
+            begin = time.perf_counter()
+            if not found:
+                continue  # it takes long: is the function still wanted?
+            if not isinstance(element, DatasetError):
+                self.given += 1
+                return element
+            if not self._skips:
+                raise element
+            self.skipped.append(element)
+
+    def read_one(self) -> None:
+        """Not under the lock: the next element, or what went wrong with it, into `ready`."""
+        try:
+            element = next(self._elements)
+        except StopIteration:
+            self.read = True
+        except BaseException as error:  # a sys.exit() of the user's function must not end the reader
+            self.ready.append(DatasetError(f"{self._what}: {type(error).__name__}: {error}"))
+            self.read = True
+        else:
+            self.ready.append(element)
+
+    def skip_rest(self) -> None:
+        """What is left of it is not wanted: it counts as visited."""
+        self._reader.close(self)
+
+    def check_read(self) -> None:
+        """MisuseError if the function that had it has ended before its end: examples would be lost in silence."""
+        if self.closed:
+            return
+        try:
+            next(self)
+        except StopIteration:
+            return
+        raise MisuseError(
+            f"the function read {self.given - 1} elements of its part ({self._what}), which has more: loop over it "
+            "with `for element in part`, or call part.skip_rest() where the rest is not wanted"
+        )
+
+
+class Reader:
+    """Reads ahead; see the module's docstring."""
+
+    def __init__(self, context: FunctionContext) -> None:
+        """`context`: what the user's functions run in."""
+        self._context = context
+        self._changed = threading.Condition()
+        self._parts: list[Part] = []  # in the order in which they came
+        self._reading = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, part: Part) -> None:
+        """It is to be read."""
+        with self._changed:
+            self._parts.append(part)
+            if self._thread is None and part.pipeline.ahead:
+                self._thread = threading.Thread(target=self._run, name="data", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self, part: Part) -> None:
+        """Its function has ended, or gone elsewhere."""
+        with self._changed:
+            part.closed = True
+            part.ready.clear()
+            if part in self._parts:
+                self._parts.remove(part)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """The job is over."""
+        with self._changed:
+            self._closed = True
+            self._parts.clear()
+            self._changed.notify_all()
+
+    def next_of(self, part: Part) -> tuple[bool, Any]:
+        """(True, the next element), or (False, None) after a while without one. EndOfPart behind the last one."""
+        with self._changed:
+            until = time.monotonic() + _CHECK_SECONDS
+            while not (part.ready or part.read or part.closed) and self._reading:
+                if not self._changed.wait(until - time.monotonic()):
+                    return False, None
+            if not (part.ready or part.read or part.closed):
+                self._read(part)
+            if part.closed or not part.ready:
+                raise EndOfPart(part.given)
+            self._changed.notify_all()  # there is room for another one
+            return True, part.ready.popleft()
+
+    def _read(self, part: Part) -> None:
+        """Under the lock, which is free meanwhile."""
+        self._reading = True
+        self._changed.release()
+        try:
+            part.read_one()
+        finally:
+            self._changed.acquire()
+            self._reading = False
+            if part.closed:
+                part.ready.clear()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        with running(self._context), self._changed:
+            while not self._closed:
+                part = None if self._reading else next(self._wanting(), None)
+                if part is None:
+                    self._changed.wait()
+                else:
+                    self._read(part)
+
+    def _wanting(self) -> Iterator[Part]:
+        """Parts with room for an element more."""
+        for part in self._parts[: 1 + _PARTS]:
+            if not part.read and len(part.ready) < part.pipeline.ahead:
+                yield part

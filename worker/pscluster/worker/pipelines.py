@@ -1,0 +1,172 @@
+"""What a distributed dataset gives for a place in its order: the order, the reading, `map` and `batch`. Pure but for
+what the user's source and functions do.
+
+An epoch has an order of its own, made of the seed and its number alone, so that every worker finds the same one. The
+source is cut into splits of so many examples; a shuffled epoch goes through the splits in random order, and through
+the examples of each split in random order. Memory and reading are then those of a split, not of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from pscluster.core.errors import DatasetError
+from pscluster.worker.sources import Files, Numbers, Source, check_block, joined, size_of, stacked, take, unstacked
+
+SPLIT = 1024
+"""Examples a split, where nothing is said."""
+
+
+class Order:
+    """Which example stands at which place of an epoch.
+
+    Args:
+        length: examples.
+        split: examples a split.
+        seed: of the shuffling; None: they stand as they are in the source.
+    """
+
+    def __init__(self, length: int, split: int, seed: int | None) -> None:
+        self.length = length
+        self.split = split
+        self.seed = seed
+        self._splits = lru_cache(2)(self._splits_of)
+        self._within = lru_cache(4)(self._within_of)
+
+    def pieces(self, epoch: int, start: int, stop: int) -> Iterator[tuple[Numbers, int, int]]:
+        """The examples at the places [start, stop), by split: their numbers, and the split's first and last + 1."""
+        splits, starts = self._splits(epoch if self.seed is not None else 0)
+        place = int(np.searchsorted(starts, start, "right")) - 1
+        while start < stop:
+            split = int(splits[place])
+            first = split * self.split
+            size = min(self.split, self.length - first)
+            here = start - int(starts[place])
+            count = min(size - here, stop - start)
+            numbers = np.arange(first + here, first + here + count)
+            if self.seed is not None:
+                numbers = first + self._within(epoch, split)[here : here + count]
+            yield numbers, first, first + size
+            start, place = start + count, place + 1
+
+    def _splits_of(self, epoch: int) -> tuple[Numbers, Numbers]:
+        """The splits in their order, and the place at which each begins."""
+        count = -(-self.length // self.split)
+        splits = np.arange(count) if self.seed is None else _random(self.seed, epoch).permutation(count)
+        sizes = np.where(splits == count - 1, self.length - (count - 1) * self.split, self.split)
+        return splits, np.cumsum(sizes) - sizes
+
+    def _within_of(self, epoch: int, split: int) -> Numbers:
+        assert self.seed is not None
+        size = min(self.split, self.length - split * self.split)
+        return _random(self.seed, epoch, split).permutation(size)
+
+
+def _random(*seeds: int) -> np.random.Generator:
+    return np.random.default_rng(seeds)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A source, and what is done with its examples. Travels to the workers."""
+
+    source: Source | Files
+    name: str
+    seed: int | None = None
+    split: int = SPLIT
+    each: tuple[Callable[[Any], Any], ...] = ()  # for each example, before they are put together
+    batch: int | None = None
+    drop_remainder: bool = False
+    then: tuple[Callable[[Any], Any], ...] = ()  # for each batch
+    ahead: int = 2  # batches that a worker reads before they are asked for
+    _orders: list[Order] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def length(self) -> int:
+        """Places of an epoch: examples, or files."""
+        return len(self.source)
+
+    @property
+    def kept(self) -> int:
+        """Those that are visited."""
+        if self.drop_remainder and self.batch and not isinstance(self.source, Files):
+            return self.length - self.length % self.batch
+        return self.length
+
+    @property
+    def element(self) -> int:
+        """Places that one element takes."""
+        return 1 if isinstance(self.source, Files) else self.batch or 1
+
+    def elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
+        """Of these places, in order. In the place of one that can't be read stands the DatasetError that says why."""
+        for first in range(start, stop, self.element):
+            if isinstance(self.source, Files):
+                yield from self._of_file(self.source, epoch, first)
+            else:
+                yield self._element(epoch, first, min(first + self.element, stop))
+
+    def _element(self, epoch: int, start: int, stop: int) -> Any:
+        places = list(self._order().pieces(epoch, start, stop))
+        assert not isinstance(self.source, Files)
+        try:
+            blocks = []
+            for numbers, first, after in places:
+                blocks.append(self.source.read(numbers, first, after))
+                check_block(blocks[-1], len(numbers))
+            return self._made(joined(blocks))
+        except Exception as error:
+            numbers = np.concatenate([each for each, _, _ in places])
+            some = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+            what = f"the examples at {start:,} to {stop - 1:,} of epoch {epoch}, numbers {some} of the source,"
+            return self._failed(what, stop - start, error)
+
+    def _of_file(self, files: Files, epoch: int, place: int) -> Iterator[Any]:
+        ((numbers, _, _),) = self._order().pieces(epoch, place, place + 1)
+        number = int(numbers[0])
+        what = f"the file {files.paths[number]!r}, number {number} of the source, in epoch {epoch},"
+        try:
+            block = files.load(number)
+            size = size_of(block)
+        except Exception as error:
+            yield self._failed(what, 1, error)
+            return
+        order = np.arange(size) if self.seed is None else _random(self.seed, epoch, number).permutation(size)
+        step = self.batch or 1
+        for start in range(0, size - size % step if self.drop_remainder else size, step):
+            places = order[start : start + step]
+            try:
+                made = self._made(take(block, places))
+            except Exception as error:
+                made = self._failed(f"examples {start:,} to {start + len(places) - 1:,} of {what}", len(places), error)
+            yield made
+
+    def _made(self, block: Any) -> Any:
+        if self.each or self.batch is None:
+            examples = unstacked(block)
+            for function in self.each:
+                examples = [function(example) for example in examples]
+            block = examples
+        element = block[0] if self.batch is None else stacked(block)
+        for function in self.then:
+            element = function(element)
+        return element
+
+    def _failed(self, what: str, count: int, error: Exception) -> DatasetError:
+        failure = DatasetError(f"dataset {self.name!r}: {what} can't be read: {type(error).__name__}: {error}")
+        failure.__cause__, failure.examples = error, count
+        return failure
+
+    def _order(self) -> Order:
+        if not self._orders:
+            split = max(1, self.length) if isinstance(self.source, Files) else self.split
+            self._orders.append(Order(self.length, split, self.seed))
+        return self._orders[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_orders": []}

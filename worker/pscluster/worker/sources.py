@@ -1,0 +1,305 @@
+"""Where the examples of a distributed dataset come from: one way to read each kind of thing that has a length.
+
+A source has a length and `read(numbers, start, stop)`: a block with the examples of these numbers, all of which lie
+in [start, stop). A block is a structure (dict, tuple) of arrays whose first axes are the examples', or a list of
+examples. `take` and `stacked` make batches of blocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.values import describe
+
+Numbers = npt.NDArray[np.int64]
+
+_KEPT_BLOCKS = 2  # by a source that reads ranges only: batches that follow one another lie in the same
+
+
+class Source(Protocol):
+    """See the module's docstring."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, numbers: Numbers, start: int, stop: int, /) -> Any:
+        """The examples with these numbers, in this order."""
+
+
+@dataclass(frozen=True)
+class MappedArray:
+    """An array in a file, or a part of one: sent by the file's name, and mapped where it is read."""
+
+    path: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, array: np.memmap[Any, Any]) -> MappedArray | None:
+        """None if it is not the file's: a computed one, or one of a file without a name."""
+        root: Any = array
+        while isinstance(root.base, np.memmap):
+            root = root.base
+        if root.filename is None or not np.may_share_memory(root, array):
+            return None
+        first, here = (each.__array_interface__["data"][0] for each in (root, array))
+        return cls(str(root.filename), array.dtype, array.shape, array.strides, root.offset + here - first)
+
+    def open(self) -> npt.NDArray[Any]:
+        """Mapped, to be read only."""
+        raw = np.memmap(self.path, np.uint8, "r")
+        return np.ndarray(self.shape, self.dtype, raw, self.offset, self.strides)
+
+
+class Arrays:
+    """Arrays whose first axes are the examples'; tuples and dicts of such. Mapped ones are read where they lie."""
+
+    def __init__(self, structure: Any) -> None:
+        self._structure = map_leaves(_named, structure)
+        lengths = {len(leaf) for leaf in leaves(structure)}
+        if len(lengths) != 1:
+            raise ValueError(f"the arrays of a source have {sorted(lengths)} examples: give arrays of one length")
+        self._length = lengths.pop()
+        self._opened: Any = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None}
+
+    def read(self, numbers: Numbers, _start: int, _stop: int, /) -> Any:
+        """A copy, which the step may write to."""
+        if self._opened is None:
+            self._opened = map_leaves(
+                lambda leaf: leaf.open() if isinstance(leaf, MappedArray) else leaf, self._structure
+            )
+        return map_leaves(lambda leaf: leaf[numbers], self._opened)
+
+
+class Examples:
+    """What has a length and gives an example for a number: a list, a PyTorch or Hugging Face dataset."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        self._length = len(items)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, numbers: Numbers, _start: int, _stop: int, /) -> list[Any]:
+        """One by one, or all at once where the dataset can (`__getitems__`, as PyTorch asks for)."""
+        wanted = numbers.tolist()
+        if callable(several := getattr(self._items, "__getitems__", None)):
+            found = list(several(wanted))
+            if len(found) != len(wanted):
+                raise ValueError(f"__getitems__ gave {len(found)} examples for {len(wanted)} numbers")
+            return found
+        return [self._items[number] for number in wanted]
+
+
+class Ranges:
+    """What can read a range: `read(start, stop)` of it gives the examples, as a block. The last ones are kept."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+        self._length = len(reader)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._blocks: OrderedDict[tuple[int, int], Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_blocks"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def read(self, numbers: Numbers, start: int, stop: int, /) -> Any:
+        """Out of the range, which is read whole."""
+        place = start, stop
+        if place not in self._blocks:
+            block = self._reader.read(start, stop)
+            check_block(block, stop - start)
+            self._blocks[place] = block
+            while len(self._blocks) > _KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(place)
+        return take(self._blocks[place], numbers - start)
+
+
+class Made:
+    """A function that makes the source, called where it is read."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._made: Source | None = None
+        self._length = len(self._source())
+
+    def _source(self) -> Source:
+        if self._made is None:
+            self._made = source_of(self._make())
+        return self._made
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made": None}
+
+    def read(self, numbers: Numbers, start: int, stop: int, /) -> Any:
+        """As the source that was made; it must be as long here as where it was asked for its length."""
+        source = self._source()
+        if len(source) != self._length:
+            raise ValueError(
+                f"the function makes a source of {len(source):,} examples here, and one of {self._length:,} on the "
+                "coordinator: it must be the same everywhere"
+            )
+        return source.read(numbers, start, stop)
+
+
+class Files:
+    """Files, each with as many examples as its reader finds; a file is visited as a whole."""
+
+    def __init__(self, paths: Sequence[Any], reader: Callable[[Any], Any]) -> None:
+        self.paths = list(paths)
+        self._reader = reader
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def load(self, number: int) -> Any:
+        """The block of one file."""
+        block = self._reader(self.paths[number])
+        if not isinstance(block, list | tuple | dict | np.ndarray):
+            block = list(block)
+        size_of(block)
+        return block
+
+
+def source_of(data: Any) -> Source:
+    """The way to read this.
+
+    Raises:
+        TypeError: there is none; the message says what to give.
+        ValueError: its arrays are of several lengths.
+    """
+    columns = list(leaves(data)) if isinstance(data, tuple | dict | np.ndarray) else []
+    if columns and all(isinstance(column, np.ndarray) and column.ndim for column in columns):
+        return Arrays(data)
+    if hasattr(data, "iloc"):
+        raise TypeError(
+            f"{describe(data)} is no source: give its columns, {{name: frame[name].to_numpy() for name in frame}}"
+        )
+    if isinstance(data, Sized) and callable(getattr(data, "read", None)):
+        return Ranges(data)
+    if isinstance(data, Sized) and hasattr(data, "__getitem__") and not isinstance(data, str | bytes | dict | set):
+        return Examples(data)
+    if callable(data):
+        return Made(data)
+    raise TypeError(
+        f"{describe(data)} is no source of examples: it has no length, or no way to read its examples by number. Give "
+        "arrays, a sequence, a dataset with __len__ and __getitem__, something with __len__ and read(start, stop), "
+        "files with reader=, or a function that returns one of these. What has no length goes to "
+        "create_per_worker_dataset"
+    )
+
+
+# Blocks and batches
+
+
+def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
+    """The same structure of dicts and tuples (named ones, too), with `fn(leaf)` for each leaf."""
+    if isinstance(structure, Mapping):
+        return {key: map_leaves(fn, item) for key, item in structure.items()}
+    if isinstance(structure, tuple):
+        mapped = [map_leaves(fn, item) for item in structure]
+        return type(structure)(*mapped) if hasattr(structure, "_fields") else tuple(mapped)
+    return fn(structure)
+
+
+def leaves(structure: Any) -> list[Any]:
+    """In order."""
+    found: list[Any] = []
+    map_leaves(found.append, structure)
+    return found
+
+
+def _named(leaf: Any) -> Any:
+    return (isinstance(leaf, np.memmap) and MappedArray.of(leaf)) or leaf
+
+
+def size_of(block: Any) -> int:
+    """Examples in it. ValueError if its arrays do not agree."""
+    if isinstance(block, list):
+        return len(block)
+    sizes = {len(leaf) for leaf in leaves(block)}
+    if len(sizes) != 1:
+        raise ValueError(f"a block whose arrays have {sorted(sizes)} examples: they must have one number of them")
+    return sizes.pop()
+
+
+def check_block(block: Any, size: int) -> None:
+    """ValueError if it has not so many examples."""
+    if (found := size_of(block)) != size:
+        raise ValueError(f"the reader gave {found:,} examples for a range of {size:,}")
+
+
+def take(block: Any, places: Any) -> Any:
+    """The examples at these places of a block, as a block of their own."""
+    if isinstance(block, list):
+        return [block[place] for place in places]
+    return map_leaves(lambda leaf: np.asarray(leaf)[places], block)
+
+
+def joined(blocks: Sequence[Any]) -> Any:
+    """One behind the other. ValueError if they do not fit."""
+    if len(blocks) == 1:
+        return blocks[0]
+    if all(isinstance(block, list) for block in blocks):
+        return [example for block in blocks for example in block]
+    return _together(np.concatenate, blocks)
+
+
+def unstacked(block: Any) -> list[Any]:
+    """Its examples."""
+    if isinstance(block, list):
+        return block
+    return [map_leaves(lambda leaf, place=place: leaf[place], block) for place in range(size_of(block))]  # type: ignore[misc]
+
+
+def stacked(block: Any) -> Any:
+    """A batch: of a list of examples, arrays of one axis more. ValueError if they have several shapes or structures."""
+    return _together(np.stack, block) if isinstance(block, list) else block
+
+
+def _together(how: Callable[[Any], Any], parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Mapping):
+        if any(not isinstance(part, Mapping) or part.keys() != first.keys() for part in parts):
+            raise ValueError(f"examples with other keys than the first one's, {sorted(first)}")
+        return {key: _together(how, [part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple):
+        if any(not isinstance(part, tuple) or len(part) != len(first) for part in parts):
+            raise ValueError(f"examples that are no tuples of {len(first)}, as the first one is")
+        columns = [_together(how, column) for column in zip(*parts, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+    arrays = [np.asarray(part) for part in parts]
+    if how is np.stack and len({array.shape for array in arrays}) > 1:
+        other = next(place for place, array in enumerate(arrays) if array.shape != arrays[0].shape)
+        raise ValueError(
+            f"example {other} of the batch has the shape {arrays[other].shape}, and the first one {arrays[0].shape}: "
+            "pad them in a map(), or leave batch() out"
+        )
+    return how(arrays)
