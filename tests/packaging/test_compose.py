@@ -113,7 +113,7 @@ def test_compose_trains_the_digits_and_ends(project: str) -> None:
 OVERRIDE = """
 services:
   coordinator:
-    command: [coordinator, --bind, "0.0.0.0:2222", --create-token, examples/digits.py, --steps, "20000"]
+    command: [coordinator, --bind, "0.0.0.0:2222", --create-token, examples/digits.py, --steps, "10000"]
 """
 
 
@@ -146,6 +146,7 @@ def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> N
     until(reached(300), "it trains")
     for service in ("ps-1", "worker-1", "coordinator"):
         before = pid_in(project, service, files)
+        assert before, f"{service} has ended:\n{output()}"
         os.kill(before, signal.SIGKILL)
 
         def is_back(service: str = service, before: int = before) -> bool:
