@@ -279,6 +279,58 @@ def lookup(rows: int, ids: int, n: int) -> float:
         return float(coordinator.schedule(gather).fetch(timeout=120))
 
 
+def data_path(batches: int, rounds: int) -> dict[str, float]:
+    """Examples a second of a small training step: with every example visited once, and by a loop of each worker's own.
+
+    Two functions of one job, asked in turn; batches of 64 shuffled rows of 64, of 64,000.
+    """
+    rows, size = 64_000, 64
+    x = np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32)
+    y = x.sum(1)
+    with cluster_of(2, 2) as (_, strategy, coordinator):
+        with strategy.scope():
+            w = Variable(np.zeros(64, np.float32))
+
+        def train(inputs: Any, labels: Any) -> float:
+            error = inputs @ w.numpy() - labels
+            w.assign_sub(inputs.T @ error * (0.01 / size))
+            return float((error**2).mean())
+
+        def with_part(part: Any) -> list[float]:
+            return [train(*batch) for batch in part]
+
+        def with_iterator(iterator: Any) -> float:
+            return train(*next(iterator))
+
+        def loop() -> Iterator[tuple[Any, Any]]:
+            rng = np.random.default_rng()
+            while True:
+                order = rng.permutation(rows)
+                for start in range(0, rows, size):
+                    places = order[start : start + size]
+                    yield x[places], y[places]
+
+        iterator = iter(coordinator.create_per_worker_dataset(loop))
+        parts = iter(coordinator.distribute_dataset((x, y)).shuffle(seed=0).batch(size).repeat())
+
+        def work(step: Callable[..., Any], argument: Callable[[], Any]) -> float:
+            def all_of_them() -> None:
+                for _ in range(batches):
+                    coordinator.schedule(step, args=(argument(),))
+                coordinator.join()
+
+            return batches * size / timed(all_of_them)
+
+        found: dict[str, list[float]] = {"visited once": [], "a loop of each worker": []}
+        for number in range(rounds + 1):
+            once = work(with_part, lambda: next(parts))
+            own = work(with_iterator, lambda: iterator)
+            if number:
+                found["visited once"].append(once)
+                found["a loop of each worker"].append(own)
+        return {name: statistics.median(rates) for name, rates in found.items()}
+
+
 def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
     """Nothing to start: each question does."""
     handlers: list[Callable[..., Any]] = [
@@ -291,6 +343,7 @@ def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
         unchanged,
         pushes,
         healing,
+        data_path,
     ]
     return {handler.__name__: handler for handler in handlers}, {}
 

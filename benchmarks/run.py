@@ -428,6 +428,20 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
                 max(each["serving"] for each in answers.values()) <= 1.0,
             ),
         )
+    if wanted("cost-data"):
+
+        def kept(answers: dict[str, dict[str, float]]) -> tuple[str, bool]:
+            rates = answers["in turn"]
+            share = rates["visited once"] / rates["a loop of each worker"]
+            return f"{_listed(rates, ' examples/s')}; {share:.2f} x", share >= 0.95
+
+        bench.cost(
+            "a training step on batches of 64 rows, by what gives it its data",
+            "0.95 x of a loop of each worker's own",
+            "data_path",
+            {"in turn": {"batches": 500 if quick else 2000, "rounds": 3 if quick else 7}},
+            kept,
+        )
 
 
 COSTS = (
@@ -440,6 +454,7 @@ COSTS = (
     "cost-unchanged",
     "cost-durability",
     "cost-healing",
+    "cost-data",
 )
 
 

@@ -370,17 +370,19 @@ class Dispatcher:
 
         Raises as `join` does.
         """
-        with self._lock:
-            while self._alone is not None:
-                self._changed.wait()
-            self._alone = threading.get_ident()
+        me = threading.get_ident()
         try:
+            with self._lock:
+                while self._alone is not None:
+                    self._changed.wait()
+                self._alone = me
             self.join(timeout)
             yield
-        finally:
+        finally:  # wherever Ctrl-C struck
             with self._lock:
-                self._alone = None
-                self._changed.notify_all()
+                if self._alone == me:
+                    self._alone = None
+                    self._changed.notify_all()
 
     def _running(self) -> str:
         """Under the lock: what the workers have, by name."""
