@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.conftest import PATIENCE, Gate, until, wait_for_file
 from pscluster.coordinator import (
     CheckpointManager,
     ClusterCoordinator,
+    DataPart,
     DistributedDataset,
     IndexedSlices,
     ParameterServerStrategy,
@@ -205,7 +208,9 @@ def test_a_position_is_part_of_a_checkpoint(
         next(iter(namesake))
     for part in parts:
         coordinator.schedule(step, args=(part,))
-    with pytest.raises(errors.MisuseError, match=r"were given out and have not been visited: join\(\)"):
+    with pytest.raises(
+        errors.MisuseError, match=r"functions with parts of the dataset 'data-1' have not ended: join\(\)"
+    ):
         manager.restore()
     coordinator.join(PATIENCE)
     assert visited.all_are(3)
@@ -449,3 +454,121 @@ def test_nothing_is_left_of_it(coordinator: ClusterCoordinator) -> None:
     del part, data
     gc.collect()
     until(lambda: not any(having().values()), "it is gone", having)
+
+
+def test_parts_that_nobody_schedules(
+    coordinator: ClusterCoordinator, visited: Visited, data: DistributedDataset
+) -> None:
+    """Taken and dropped, or refused by schedule(): they are given out again, and the epoch ends."""
+    step, parts = visited.step(), iter(data)
+    dropped = [next(parts) for _ in range(3)]
+
+    def fails(part: Any) -> None:
+        raise ValueError("on purpose")
+
+    failing = coordinator.schedule(fails, args=(next(parts),))
+    with pytest.raises(ValueError, match="on purpose"):
+        failing.fetch(PATIENCE)
+    with pytest.raises(ValueError, match="on purpose"):
+        coordinator.schedule(step, args=(next(parts),))
+    del dropped
+    gc.collect()
+    for part in data:
+        coordinator.schedule(step, args=(part,))
+    coordinator.join(PATIENCE)
+    assert visited.all_are(1)
+    assert data.epoch == 1
+
+
+def test_a_pass_comes_back_to_what_failed(coordinator: ClusterCoordinator) -> None:
+    """In an epoch that it has left: nothing stays behind for ever."""
+    data = coordinator.distribute_dataset(np.arange(4)).repeat()
+    parts = iter(data)
+
+    def fails_once(part: Any, fail: bool) -> int:
+        (number,) = part
+        if fail:
+            raise ValueError("once")
+        return int(number)
+
+    first = [next(parts) for _ in range(6)]
+    value = coordinator.schedule(fails_once, args=(first[1], True))
+    with pytest.raises(ValueError, match="once"):
+        value.fetch(PATIENCE)
+    with pytest.raises(ValueError, match="once"):
+        coordinator.join(PATIENCE)
+    again = next(parts)
+    assert (again.epoch, again.start) == (0, 1)
+    rest = [coordinator.schedule(fails_once, args=(part, False)) for part in (first[0], again, *first[2:])]
+    assert coordinator.fetch(rest, PATIENCE) == [0, 1, 2, 3, 0, 1]
+    assert (data.epoch, data.visited) == (1, 2)
+
+
+def test_threads_share_a_dataset(data: DistributedDataset) -> None:
+    """However they begin there is one position, and no part is given out twice."""
+    barrier = threading.Barrier(4)
+
+    def go(_: int) -> list[DataPart]:
+        barrier.wait()
+        return list(data)
+
+    with ThreadPoolExecutor(4) as pool:
+        parts = [part for parts in pool.map(go, range(4)) for part in parts]
+    places = [(part.epoch, part.start) for part in parts]
+    assert len(set(places)) == len(places)
+    assert {(0, start) for start in range(0, EXAMPLES, 64)} <= set(places)
+    assert data.name == "data-1"
+
+
+def test_a_loop_that_drops_its_parts_ends(data: DistributedDataset) -> None:
+    """The next pass has them again."""
+    for _ in range(2):
+        assert [part.start for part in data] == list(range(0, EXAMPLES, 64))
+        gc.collect()
+
+
+def test_a_map_function_that_exits(coordinator: ClusterCoordinator) -> None:
+    """Nothing behind it can be read: it fails, also where what can't be read is skipped."""
+
+    def exits(number: int) -> int:
+        if number == 2:
+            raise SystemExit("no more")
+        return int(number)
+
+    data = coordinator.distribute_dataset(np.arange(10), name="mine", on_error="skip", retries=1).map(exits).parts(10)
+    coordinator.schedule(collect, args=(next(iter(data)),))
+    with pytest.raises(errors.DatasetError, match="'mine', epoch 0, from 0 to 9 can't be read: SystemExit: no more"):
+        coordinator.join(PATIENCE)
+    assert (data.visited, data.skipped) == (0, 0)
+
+
+def test_no_batch_at_all(coordinator: ClusterCoordinator) -> None:
+    """An epoch of nothing is refused."""
+    with pytest.raises(ValueError, match="of 3 examples there is no batch of 10, and drop_remainder=True drops"):
+        coordinator.distribute_dataset(np.arange(3)).batch(10, drop_remainder=True)
+
+
+def test_parts_of_a_position_that_was(
+    coordinator: ClusterCoordinator,
+    strategy: ParameterServerStrategy,
+    visited: Visited,
+    data: DistributedDataset,
+    managed: Managed,
+    tmp_path: Path,
+) -> None:
+    """Behind a restored checkpoint they are refused, and leave no trace."""
+    manager = managed(tmp_path, strategy)
+    step = visited.step()
+    coordinator.schedule(step, args=(next(iter(data)),)).fetch(PATIENCE)
+    coordinator.join(PATIENCE)
+    manager.save()
+    old = next(iter(data))
+    manager.restore()
+    with pytest.raises(errors.MisuseError, match=r"was restored meanwhile: begin a new iter\(\)"):
+        coordinator.schedule(step, args=(old,))
+    del old
+    gc.collect()
+    for part in data:
+        coordinator.schedule(step, args=(part,))
+    coordinator.join(PATIENCE)
+    assert visited.all_are(1)

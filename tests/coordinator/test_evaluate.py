@@ -127,6 +127,39 @@ def test_nothing_else_runs(coordinator: ClusterCoordinator, w: Variable, gate: G
     assert w.numpy()[0] == 11
 
 
+def test_updates_in_an_evaluation(coordinator: ClusterCoordinator, w: Variable, data: DistributedDataset) -> None:
+    """Each evaluation's count, and none is in the way of a checkpoint's position."""
+    w.assign(np.zeros(4))
+    for part in data.parts(100):
+        coordinator.schedule(lambda part: list(part) and None, args=(part,))
+
+    def step(batch: Any) -> tuple[Any]:
+        w.assign_add(np.ones(4))
+        return (batch[0],)
+
+    for times in range(1, 4):
+        coordinator.evaluate(step, data, [metrics.Sum()], timeout=PATIENCE)
+        assert w.numpy()[0] == times * len(data)
+
+
+def test_an_evaluation_waits_for_another_one(coordinator: ClusterCoordinator, gate: Gate) -> None:
+    """As long as its timeout lets it."""
+    data, path = coordinator.distribute_dataset(np.arange(4)), gate.path
+
+    def step(number: Any) -> tuple[Any]:
+        (Path(path).parent / "mark-running").touch()
+        wait_for_file(path)
+        return (number,)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(coordinator.evaluate, step, data, [metrics.Sum()])
+        until(lambda: (Path(path).parent / "mark-running").exists(), "it runs")
+        with pytest.raises(errors.WaitTimeoutError, match=r"after 0.05 s another evaluation still runs"):
+            coordinator.evaluate(step, data, [metrics.Sum()], timeout=0.05)
+        gate.open()
+        assert first.result(PATIENCE) == {"sum": 6.0}
+
+
 def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
     """Before anything runs, with what to do."""
     evaluate = coordinator.evaluate

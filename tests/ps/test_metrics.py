@@ -103,6 +103,8 @@ def test_precision_and_recall() -> None:
     assert low.result() == 1.0
     with pytest.raises(errors.MisuseError, match="the labels must be 0 or 1"):
         low.update_state([2], [0.5])
+    with pytest.raises(errors.MisuseError, match="NaN is among the predictions"):
+        low.update_state([1, 1], [0.5, np.nan])
 
 
 def test_auc() -> None:

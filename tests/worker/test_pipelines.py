@@ -160,6 +160,10 @@ def test_a_step_may_write_to_its_batch() -> None:
         for batch in elements(Pipeline(Arrays(x), "data", seed=seed, batch=2)):
             batch[:] = -1
     assert x.tolist() == [0, 1, 2, 3, 4, 5]
+    items = [np.zeros(2), np.ones(2)]
+    for element in elements(Pipeline(source_of(items), "data")):
+        element += 7
+    assert items[0].tolist() == [0, 0]
 
 
 def test_map_stands_where_it_was_put() -> None:
@@ -193,6 +197,9 @@ def test_a_mapped_array_travels_by_name(tmp_path: Path) -> None:
             elements(pickle.loads(data)), elements(Pipeline(Arrays(np.array(part)), "", seed=1, batch=7)), strict=True
         ):
             np.testing.assert_array_equal(mine, theirs)
+    changed = np.load(tmp_path / "x.npy", mmap_mode="c")
+    changed[0] = -1
+    assert pickle.loads(pickle.dumps(source_of(changed))).read(np.arange(1), 0, 1)[0].tolist() == [-1] * 10
     computed = source_of(mapped + 1)
     np.testing.assert_array_equal(computed.read(np.arange(3), 0, 3), np.array(mapped[:3]) + 1)
 

@@ -147,10 +147,19 @@ class ClusterCoordinator:
         call = Call(function, weakref.ref(result), retries=retries, timeout=timeout, key=_number_of(key))
         if args or kwargs:
             self._encode(call, args or (), dict(kwargs or {}))
-        if call.parts and not key:
-            key = " and ".join(f"{part.name}/{function.name}" for part in call.parts)
+        if not key and (visits := [part for part in call.parts if part.position is not None]):
+            key = " and ".join(f"{part.name}/{function.name}" for part in visits)
             call.key = _number_of(key)
-        self._dispatcher.submit(call, key)
+        entered: list[DataPart] = []
+        try:
+            for part in call.parts:
+                part.enter()
+                entered.append(part)
+            self._dispatcher.submit(call, key)
+        except BaseException:
+            for part in entered:
+                part.release()
+            raise
         return result
 
     def forget_keys(self, keys: Iterable[str]) -> None:

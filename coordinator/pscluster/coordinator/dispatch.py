@@ -23,11 +23,11 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import tenacity
@@ -96,6 +96,8 @@ def _nothing() -> Mapping[str, Any]:
     return _NOTHING
 
 
+T = TypeVar("T")
+
 _STEP_BYTES = 64  # of a step without arguments
 _DATASET_ERROR = DatasetError.__module__, DatasetError.__qualname__
 
@@ -133,7 +135,7 @@ class Call:
     @property
     def skips(self) -> bool:
         """Is it to leave out what it can't read, since others have tried?"""
-        skips = any(part.dataset.on_error == "skip" for part in self.parts)
+        skips = all(part.dataset.on_error == "skip" for part in self.parts)
         return skips and self.failures >= self.data_retries
 
     @property
@@ -216,7 +218,8 @@ class Dispatcher:
         self._paused = 0
         self._alone: int | None = None  # the thread that alone may schedule
         self._keys: set[int] = set()  # of functions that are scheduled and have not ended
-        self._forgotten = [set[int]() for _ in servers]  # keys that each server has not been told of yet
+        self._to_forget: set[int] = set()  # keys
+        self._forgotten = [set[int]() for _ in servers]  # those that each server has not been told of yet
         self._timed = asyncio.Event()  # some functions have a timeout
         self._jobs: list[asyncio.Task[None]] = []
 
@@ -226,10 +229,21 @@ class Dispatcher:
         """Functions with these keys will not be scheduled again: let the servers forget what they did."""
         with self._lock:
             early = [name for key, name in keys.items() if key in self._keys]
-        if early:
-            raise MisuseError(f"functions with the keys {early[:5]} have not ended: join first, then forget them")
-        for each in self._forgotten:
-            each.update(keys)
+            if early:
+                raise MisuseError(f"functions with the keys {early[:5]} have not ended: join first, then forget them")
+            self._to_forget.update(keys)
+
+    def forget_ended(self, keys: Iterable[int]) -> set[int]:
+        """As `forget`, but for those that are scheduled again; the others."""
+        with self._lock:
+            ended = {key for key in keys if key not in self._keys}
+            self._to_forget.update(ended)
+        return ended
+
+    def at_once(self, look: Callable[[], T]) -> T:
+        """What it gives while nothing begins or ends. It may take positions' locks, and no others."""
+        with self._lock:
+            return look()
 
     def submit(self, call: Call, key: str = "") -> None:
         """Enter a function. Blocks while the queue is full; raises the pending error, or that of the cluster."""
@@ -370,13 +384,18 @@ class Dispatcher:
 
         Raises as `join` does.
         """
-        me = threading.get_ident()
+        me, begin = threading.get_ident(), time.monotonic()
+
+        def left() -> float | None:
+            return None if timeout is None else timeout - (time.monotonic() - begin)
+
         try:
             with self._lock:
                 while self._alone is not None:
-                    self._changed.wait()
+                    if not self._changed.wait(left()):
+                        raise WaitTimeoutError(f"after {timeout:g} s another evaluation still runs: {self._describe()}")
                 self._alone = me
-            self.join(timeout)
+            self.join(left())
             yield
         finally:  # wherever Ctrl-C struck
             with self._lock:
@@ -828,10 +847,9 @@ class Dispatcher:
                     raise
                 self._resources.pop(number, None)
                 self._abort(self._not_begun(recipe.function, link.peer.index, 0, failure), final=False)
-            if number in self._resources:
-                link.built.add(number)
-            else:  # released while it was built
-                self._in_background(connection.release([number]))
+            link.built.add(number)
+            if number not in self._resources:  # released while it was built
+                self._release_everywhere(recipe.message)
 
     # On the threads of the workers' outcomes
 
@@ -859,8 +877,7 @@ class Dispatcher:
                 if kind == Outcome.DONE:
                     task = scheduler.finish(index, number, outcome.seconds)
                     if task is not None:
-                        for part in task.payload.parts:
-                            part.dataset.commit(part, task.payload.key, outcome)
+                        self._visited(task.payload, outcome)
                         unblocked |= self._set_value(task, outcome, buffers)
                 elif kind == Outcome.RETURNED:
                     returned.append(number)
@@ -914,6 +931,14 @@ class Dispatcher:
         for dependent in dependents or ():
             self._scheduler.unblock(dependent)
         return bool(dependents)
+
+    @staticmethod
+    def _visited(call: Call, outcome: Outcome) -> None:
+        """Under the lock: it has ended, and with it the visit of its parts."""
+        for number, part in enumerate(call.parts):
+            part.commit(call.key)
+            skipped = [each for each in outcome.skipped if each.part == number]
+            part.dataset.took(outcome.seconds, outcome.waited, skipped)
 
     def _may_retry(self, index: int, task: Task[Call], what: str, failure: worker_pb2.Failure | None = None) -> bool:
         """Under the lock: a function failed; is it to be run again?"""
@@ -979,7 +1004,7 @@ class Dispatcher:
     def _set_error(self, task: Task[Call], error: Exception, status: RemoteValueStatus) -> None:
         self._keys.discard(task.payload.key)
         for part in task.payload.parts:
-            part.dataset.release(part)
+            part.release()
         value = task.payload.result()
         if value is not None:
             value.dependents = None
@@ -1065,12 +1090,16 @@ class Dispatcher:
         while True:
             await asyncio.sleep(FINISH_SECONDS)
             with self._lock:
+                # Keys with the numbers, never before: else a late copy of an update would meet neither.
                 ended, self._scheduler.ended = self._scheduler.ended, []
+                keys, self._to_forget = self._to_forget, set()
                 if self._scheduler.queued:  # Ctrl-C has kept somebody from saying so
                     self._ask_to_wake()
             for start, stop in _runs(sorted(ended)):
                 for each in untold:
                     each.add(start, stop)
+            for forgotten in self._forgotten:
+                forgotten.update(keys)
 
     async def _tell_finished(self, server: PsLink, untold: IntervalSet, forgotten: set[int]) -> None:
         """Each server for itself: one that is gone keeps nobody else waiting."""

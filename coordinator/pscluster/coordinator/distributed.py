@@ -9,10 +9,10 @@ import dataclasses
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from pscluster.coordinator.positions import Number, Position, Positions
+from pscluster.coordinator.positions import Number, Position, Positions, Range
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.handles import Handle
 from pscluster.v1 import worker_pb2
@@ -33,14 +33,13 @@ class DataPart(Handle):
     handle_kind = "part"
 
     def __init__(
-        self, dataset: DistributedDataset, number: Number, epoch: int, start: int, stop: int, *, counts: bool = True
+        self, dataset: DistributedDataset, number: Number, given: Range, position: Position | None = None
     ) -> None:
         self.dataset = dataset
-        self.counts = counts
-        self.epoch = epoch
-        self.start = start
-        self.stop = stop
+        self.position = position  # None: that it is read does not count as a visit
+        self._given = given
         self._number = number  # the workers keep the dataset for as long as somebody has this
+        self._entered = False  # some function was given it
 
     @property
     def handle_key(self) -> str:
@@ -51,6 +50,41 @@ class DataPart(Handle):
     def name(self) -> str:
         """The same in every run of the script."""
         return f"{self.dataset.name}/{self.epoch}/{self.start}-{self.stop}"
+
+    @property
+    def epoch(self) -> int:
+        """From 0."""
+        return self._given.epoch
+
+    @property
+    def start(self) -> int:
+        """The first place in the epoch's order."""
+        return self._given.start
+
+    @property
+    def stop(self) -> int:
+        """The place behind the last one."""
+        return self._given.stop
+
+    def enter(self) -> None:
+        """A function with it is scheduled. MisuseError if the position was restored since it was given out."""
+        if self.position is not None:
+            self.position.enter(self._given)
+        self._entered = True
+
+    def commit(self, key: int) -> None:
+        """For the dispatcher: the function with this key, which had it, has ended."""
+        if self.position is not None:
+            self.position.commit(self._given, key)
+
+    def release(self) -> None:
+        """The function that had it has failed, was cancelled, or could not be scheduled. It is given out again."""
+        if self.position is not None:
+            self.position.release(self._given)
+
+    def __del__(self) -> None:
+        if not self._entered and self.position is not None:
+            self.position.abandon(self._given)
 
     def __iter__(self) -> Iterator[Any]:
         raise MisuseError(
@@ -88,6 +122,7 @@ class DistributedDataset:
         self.on_error = on_error
         self.retries = retries
         self._lock = threading.Lock()
+        self._placing = threading.Lock()
         self._position: Position | None = None
         self._number: Number | None = None
         self._skipped = 0
@@ -131,7 +166,13 @@ class DistributedDataset:
         """
         if self._pipeline.batch is not None:
             raise MisuseError(f"these are batches of {self._pipeline.batch} already")
-        return self._with(batch=_positive("batch size", size), drop_remainder=drop_remainder)
+        made = self._with(batch=_positive("batch size", size), drop_remainder=drop_remainder)
+        if not made._pipeline.kept:
+            raise ValueError(
+                f"of {self._pipeline.length} examples there is no batch of {size}, and drop_remainder=True drops them "
+                "all: give a smaller size"
+            )
+        return made
 
     def repeat(self, epochs: int | None = None) -> DistributedDataset:
         """Going through it once gives so many epochs, one behind the other; None: without end."""
@@ -208,7 +249,7 @@ class DistributedDataset:
         for shard in range(count):
             first, after = (whole * each // count * self._pipeline.element for each in (shard, shard + 1))
             if first < after:
-                yield DataPart(self, number, 0, first, min(after, self._pipeline.kept), counts=False)
+                yield DataPart(self, number, Range(0, 0, first, min(after, self._pipeline.kept)))
 
     # Going through it
 
@@ -219,16 +260,10 @@ class DistributedDataset:
         middle goes on with what was not visited.
         """
         position, number = self._placed(), self._numbered()
-        restored, epoch = position.restored, position.unfinished
+        (life, epoch), most = position.begin_pass(), self._elements * self._pipeline.element
         after = None if self._epochs is None else (epoch // self._epochs + 1) * self._epochs
-        while after is None or epoch < after:
-            if position.restored != restored:
-                raise MisuseError(f"the position of {self} was restored meanwhile: begin a new iter() of it")
-            found = position.take(epoch, self._elements * self._pipeline.element)
-            if found is None:
-                epoch += 1
-            else:
-                yield DataPart(self, number, epoch, *found)
+        while (found := position.take(life, most, after)) is not None:
+            yield DataPart(self, number, found, position)
 
     def _numbered(self) -> Number:
         with self._lock:
@@ -237,28 +272,22 @@ class DistributedDataset:
             return self._number
 
     def _placed(self) -> Position:
-        if self._position is None:
-            pipeline, nth = self._pipeline, next(self._named)
-            if nth > 1:
-                self._pipeline = pipeline = dataclasses.replace(pipeline, name=f"{pipeline.name}.{nth}")
-            self._position = self._positions.enter(self, self.name, pipeline.length, pipeline.kept)
-        return self._position
+        with self._placing:  # which asks a server, but is held by nobody who has another lock
+            if self._position is None:
+                pipeline, nth = self._pipeline, next(self._named)
+                if nth > 1:
+                    self._pipeline = pipeline = dataclasses.replace(pipeline, name=f"{pipeline.name}.{nth}")
+                self._position = self._positions.enter(self, self.name, pipeline.length, pipeline.kept)
+            return self._position
 
-    def commit(self, part: DataPart, key: int, outcome: worker_pb2.Outcome) -> None:
-        """For the dispatcher: the function that had the part has ended."""
-        if self._position is not None:
-            self._position.commit(part.epoch, part.start, part.stop, key, counts=part.counts)
+    def took(self, seconds: float, waited: float, skipped: Sequence[worker_pb2.Skipped]) -> None:
+        """For the dispatcher: of a function that had a part, so long it ran, and waited, and what it left out of it."""
         with self._lock:
-            self._seconds += outcome.seconds
-            self._waited += outcome.waited
-            self._skipped += sum(skipped.examples for skipped in outcome.skipped)
-        for skipped in outcome.skipped:
-            logger.warning("skipped %d: %s", skipped.examples, skipped.why)
-
-    def release(self, part: DataPart) -> None:
-        """For the dispatcher: the function that had the part has failed, or was cancelled. It is given out again."""
-        if part.counts and self._position is not None:
-            self._position.release(part.epoch, part.start, part.stop)
+            self._seconds += seconds
+            self._waited += waited
+            self._skipped += sum(each.examples for each in skipped)
+        for each in skipped:
+            logger.warning("skipped %d: %s", each.examples, each.why)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset {self.name!r}>"

@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,17 +42,35 @@ class Number:
     value: int
 
 
+@dataclass(slots=True, eq=False)
+class Range:
+    """What was given out: of a life of the position, see there; `holders` are the functions that have it."""
+
+    life: int
+    epoch: int
+    start: int
+    stop: int
+    holders: int = 0
+
+
 class Position:
-    """Of one dataset. Thread-safe."""
+    """Of one dataset. Thread-safe.
+
+    A range that is given out is free again when its function fails (`release`), or, for the next pass, when nobody has
+    it any more and no function was given it (`abandon`). Each restore begins another life: what is of the life before
+    it counts for nothing.
+    """
 
     owner: weakref.ref[object]
     _visits: Visits
 
     def __init__(self) -> None:
         self.moved = False  # since it was written last
-        self.restored = 0  # how often it has come from a checkpoint
+        self.life = 0
+        self.entered = 0  # functions with parts that are scheduled and have not ended
         self._lock = threading.Lock()
-        self._done: list[int] = []  # keys of functions that have ended, which the written position does not show
+        self._done: set[int] = set()  # keys of functions that have ended, which the written position does not show
+        self._abandoned: deque[Range] = deque()
 
     def begin(self, visits: Visits, owner: object) -> None:
         """This dataset goes on from there."""
@@ -69,55 +88,93 @@ class Position:
         with self._lock:
             return self._visits.visited(self._visits.epoch)
 
-    @property
-    def pending(self) -> int:
-        """How many examples were given out and not visited."""
-        with self._lock:
-            return self._visits.pending
+    def begin_pass(self) -> tuple[int, int]:
+        """The life, and the first epoch of which not all was given out, or was given to nobody who is still there.
 
-    @property
-    def unfinished(self) -> int:
-        """The first epoch of which not all was given out."""
+        Only here is that given out again: a loop that drops its parts would have no end.
+        """
         with self._lock:
-            return self._visits.unfinished
+            while self._abandoned:
+                self._release(self._abandoned.popleft())
+            return self.life, self._visits.unfinished
 
-    def take(self, epoch: int, most: int) -> tuple[int, int] | None:
-        """See `Visits.take`."""
+    def take(self, life: int, most: int, after: int | None) -> Range | None:
+        """The next range, of so many examples at most and of an epoch before `after`; None if there is none.
+
+        Raises:
+            MisuseError: the position was restored since that life.
+        """
         with self._lock:
-            return self._visits.take(epoch, most)
+            self.check(life)
+            epoch = self._visits.unfinished
+            if after is not None and epoch >= after:
+                return None
+            found = self._visits.take(epoch, most)
+            assert found is not None, "not all of that epoch was given out"
+            return Range(life, epoch, *found)
 
-    def commit(self, epoch: int, start: int, stop: int, key: int, *, counts: bool) -> None:
-        """The function with this key has ended; it counts as a visit, or does not."""
+    def check(self, life: int) -> None:
+        """MisuseError if the position was restored since that life."""
+        if life != self.life:
+            raise MisuseError("the dataset's position was restored meanwhile: begin a new iter() of it")
+
+    def enter(self, given: Range) -> None:
+        """A function that is given this is scheduled. MisuseError if it is of another life."""
         with self._lock:
-            if counts:
-                self._visits.commit(epoch, start, stop)
-            self._done.append(key)
-            self.moved = True
+            self.check(given.life)
+            given.holders += 1
+            self.entered += 1
 
-    def release(self, epoch: int, start: int, stop: int) -> None:
-        """The function that was given this has failed, or was cancelled."""
+    def commit(self, given: Range, key: int) -> None:
+        """The function with this key has ended."""
         with self._lock:
-            self._visits.release(epoch, start, stop)
+            given.holders -= 1
+            self.entered -= 1
+            if given.life == self.life:
+                self._visits.commit(given.epoch, given.start, given.stop)
+                self._done.add(key)
+                self.moved = True
 
-    def state(self) -> tuple[dict[str, Any], list[int]]:
+    def release(self, given: Range) -> None:
+        """The function that was given this has failed, was cancelled, or could not be scheduled."""
+        with self._lock:
+            given.holders -= 1
+            self.entered -= 1
+            if not given.holders:
+                self._release(given)
+
+    def abandon(self, given: Range) -> None:
+        """Nobody has it any more. By the garbage collector, on any thread: takes no lock."""
+        self._abandoned.append(given)
+
+    def _release(self, given: Range) -> None:
+        """Under the lock."""
+        if given.life == self.life:
+            self._visits.release(given.epoch, given.start, given.stop)
+
+    def state(self) -> tuple[dict[str, Any], set[int]]:
         """What was visited, and the keys of the functions that have."""
         with self._lock:
             self.moved = False
-            return self._visits.state(), list(self._done)
+            return self._visits.state(), set(self._done)
 
-    def forgot(self, count: int) -> None:
-        """The first ones of these keys."""
+    def forgot(self, keys: Iterable[int]) -> None:
+        """These keys."""
         with self._lock:
-            del self._done[:count]
+            self._done.difference_update(keys)
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from there; None: from the beginning."""
+    def at(self, state: Mapping[str, Any] | None) -> Visits:
+        """What a saved state comes to; None: the beginning. CheckpointMisfitError if it is of another dataset."""
+        visits = Visits(self._visits.length, self._visits.kept)
+        if state is not None:
+            visits.load(state)
+        return visits
+
+    def restore(self, visits: Visits) -> None:
+        """Go on from there."""
         with self._lock:
-            visits = Visits(self._visits.length, self._visits.kept)
-            if state is not None:
-                visits.load(state)
-            self._visits, self._done = visits, []
-            self.restored += 1
+            self._visits, self._done = visits, set()
+            self.life += 1
 
 
 class Positions:
@@ -178,10 +235,10 @@ class Positions:
     def check_idle(self) -> None:
         """MisuseError if a function that has a part has not ended."""
         for name, position in self._all().items():
-            if pending := position.pending:
+            if entered := position.entered:
                 raise MisuseError(
-                    f"{pending:,} examples of the dataset {name!r} were given out and have not been visited: join() "
-                    "before a checkpoint is restored, which moves the position"
+                    f"{entered} functions with parts of the dataset {name!r} have not ended: join() before a "
+                    "checkpoint is restored, which moves its position"
                 )
 
     def save(self) -> None:
@@ -190,14 +247,18 @@ class Positions:
             self._writer.submit(self._save).result()
 
     def _save(self) -> None:
-        positions = self._all()
-        states = {name: position.state() for name, position in positions.items()}
-        self._kept.save((self._left or {}) | {name: state for name, (state, _) in states.items()})
-        dispatcher = self._strategy.dispatcher
+        positions, dispatcher = self._all(), self._strategy.dispatcher
+        assert dispatcher is not None, "there is one before there are datasets"
+        # Under its lock, so that a function that has parts of two datasets has ended for both or for none.
+        states = dispatcher.at_once(lambda: {name: position.state() for name, position in positions.items()})
+        try:
+            self._kept.save((self._left or {}) | {name: state for name, (state, _) in states.items()})
+        except BaseException:
+            for position in positions.values():
+                position.moved = True
+            raise
         for name, (_, keys) in states.items():
-            if dispatcher is not None:
-                dispatcher.forget(dict.fromkeys(keys, name))
-            positions[name].forgot(len(keys))
+            positions[name].forgot(dispatcher.forget_ended(keys))
 
     def _save_now_and_then(self) -> None:
         while not self._over.wait(SAVE_SECONDS):
@@ -211,9 +272,10 @@ class Positions:
         """A checkpoint was restored: its positions are those of the datasets."""
         left = self._kept.load()
         with self._lock:
+            found = {name: position.at(left.pop(name, None)) for name, position in self._entered.items()}
+            for name, visits in found.items():  # all of them, or none
+                self._entered[name].restore(visits)
             self._left = left
-            for name, position in self._entered.items():
-                position.restore(left.pop(name, None))
 
     def close(self) -> None:
         """The strategy is closed."""

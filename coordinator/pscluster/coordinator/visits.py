@@ -27,6 +27,7 @@ class Visits:
     """
 
     def __init__(self, length: int, kept: int) -> None:
+        assert kept > 0, "an epoch of nothing would never be given out, and be over at once"
         self.length = length
         self.kept = kept
         self.epoch = 0  # all before it are wholly visited
@@ -38,11 +39,6 @@ class Visits:
     def visited(self, epoch: int) -> int:
         """How many examples of that epoch were visited."""
         return self.kept if epoch < self.epoch else _size(self._visited.get(epoch))
-
-    @property
-    def pending(self) -> int:
-        """How many examples were given out and not visited."""
-        return sum(_size(given) - _size(self._visited.get(epoch)) for epoch, given in self._given.items())
 
     @property
     def unfinished(self) -> int:
@@ -76,8 +72,9 @@ class Visits:
         if epoch < self.epoch:
             return
         self._visited.setdefault(epoch, IntervalSet()).add(start, stop)
+        self._given.setdefault(epoch, IntervalSet()).add(start, stop)  # it may have been released by another function
         while _size(self._visited.get(self.epoch)) == self.kept:
-            self._visited.pop(self.epoch)
+            self._visited.pop(self.epoch, None)
             self._given.pop(self.epoch, None)
             self.epoch += 1
 

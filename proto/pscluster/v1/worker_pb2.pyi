@@ -134,12 +134,14 @@ class Outcome(_message.Message):
     def __init__(self, function: _Optional[int] = ..., kind: _Optional[_Union[Outcome.Kind, str]] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., attachments: _Optional[_Union[Attachments, _Mapping]] = ..., seconds: _Optional[float] = ..., waited: _Optional[float] = ..., skipped: _Optional[_Iterable[_Union[Skipped, _Mapping]]] = ...) -> None: ...
 
 class Skipped(_message.Message):
-    __slots__ = ("examples", "why")
+    __slots__ = ("examples", "why", "part")
     EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     examples: int
     why: str
-    def __init__(self, examples: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+    part: int
+    def __init__(self, examples: _Optional[int] = ..., why: _Optional[str] = ..., part: _Optional[int] = ...) -> None: ...
 
 class StepsReply(_message.Message):
     __slots__ = ("outcomes",)

@@ -302,6 +302,8 @@ class _AtThresholds(_OfPairs):
         self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None
     ) -> State:
         true, predicted = _pair(y_true, y_pred, self.name)
+        if np.isnan(predicted).any():
+            raise MisuseError(f"metric {self.name!r}: NaN is among the predictions")
         if not np.isin(true, (0, 1)).all():
             raise MisuseError(f"metric {self.name!r}: the labels must be 0 or 1, or False or True")
         weights = _weights(true, sample_weight, self.name).ravel()

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from pscluster.core.context import FunctionContext, current_function, running
-from pscluster.core.errors import DatasetError, MisuseError
+from pscluster.core.errors import DatasetError, FunctionCancelled, MisuseError
 from pscluster.core.handles import Handle
 from pscluster.worker.datasets import EndOfIterator
 from pscluster.worker.pipelines import Pipeline
@@ -82,6 +82,11 @@ class Part(Handle):
             begin = time.perf_counter()
             if not found:
                 continue  # it takes long: is the function still wanted?
+            if isinstance(element, _Fatal):  # what is behind it can't be read either: nothing to be skipped
+                if isinstance(element.error, FunctionCancelled):
+                    raise element.error
+                said = f"{type(element.error).__name__}: {element.error}"
+                raise DatasetError(f"{self._what} can't be read: {said}") from element.error
             if not isinstance(element, DatasetError):
                 self.given += 1
                 return element
@@ -96,7 +101,7 @@ class Part(Handle):
         except StopIteration:
             self.read = True
         except BaseException as error:  # a sys.exit() of the user's function must not end the reader
-            self.ready.append(DatasetError(f"{self._what}: {type(error).__name__}: {error}"))
+            self.ready.append(_Fatal(error))
             self.read = True
         else:
             self.ready.append(element)
@@ -117,6 +122,13 @@ class Part(Handle):
             f"the function read {self.given - 1} elements of its part ({self._what}), which has more: loop over it "
             "with `for element in part`, or call part.skip_rest() where the rest is not wanted"
         )
+
+
+class _Fatal:
+    """What ended the reading of a part."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 class Reader:

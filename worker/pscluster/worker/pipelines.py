@@ -16,7 +16,18 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import DatasetError
-from pscluster.worker.sources import Files, Numbers, Source, check_block, joined, size_of, stacked, take, unstacked
+from pscluster.worker.sources import (
+    Files,
+    Numbers,
+    Source,
+    check_block,
+    joined,
+    map_leaves,
+    size_of,
+    stacked,
+    take,
+    unstacked,
+)
 
 SPLIT = 1024
 """Examples a split, where nothing is said."""
@@ -64,7 +75,11 @@ class Order:
     def _within_of(self, epoch: int, split: int) -> Numbers:
         assert self.seed is not None
         size = min(self.split, self.length - split * self.split)
-        return _random(self.seed, epoch, split).permutation(size)
+        return _random(self.seed, epoch, split + 1).permutation(size)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _random(*seeds: int) -> np.random.Generator:
@@ -136,7 +151,7 @@ class Pipeline:
         except Exception as error:
             yield self._failed(what, 1, error)
             return
-        order = np.arange(size) if self.seed is None else _random(self.seed, epoch, number).permutation(size)
+        order = np.arange(size) if self.seed is None else _random(self.seed, epoch, number + 1).permutation(size)
         step = self.batch or 1
         for start in range(0, size - size % step if self.drop_remainder else size, step):
             places = order[start : start + step]
@@ -152,7 +167,8 @@ class Pipeline:
             for function in self.each:
                 examples = [function(example) for example in examples]
             block = examples
-        element = block[0] if self.batch is None else stacked(block)
+        # A step may write to what it gets: the source stays as it is.
+        element = map_leaves(_copied, block[0]) if self.batch is None else stacked(block)
         for function in self.then:
             element = function(element)
         return element

@@ -14,7 +14,6 @@ case the coordinator hands it to another worker.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -178,11 +177,12 @@ class Runner:
         except BaseException as error:  # a step's sys.exit() must not end the worker
             outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=time.perf_counter() - begin)
             outcome.failure.CopyFrom(failure_of(_without_stop(error)))
-        if parts:
+        if step.parts:
             self._job.drop_parts(step.function)
             outcome.waited = sum(part.waited for part in parts)
-            for skipped in itertools.chain.from_iterable(part.skipped for part in parts):
-                outcome.skipped.add(examples=skipped.examples, why=str(skipped))
+            for number, part in enumerate(parts):
+                for skipped in part.skipped:
+                    outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=number)
         return outcome
 
     def _arguments(
@@ -283,6 +283,8 @@ class Runner:
         """The stream is over: what runs is asked to stop, the rest is forgotten."""
         with self._condition:
             self._ended = True
+            for _, step in self._waiting:
+                self._job.drop_parts(step.function)
             self._waiting.clear()
             if self._running is not None:
                 self._running.cancel()

@@ -47,7 +47,7 @@ class MappedArray:
         root: Any = array
         while isinstance(root.base, np.memmap):
             root = root.base
-        if root.filename is None or not np.may_share_memory(root, array):
+        if root.filename is None or root.mode == "c" or not np.may_share_memory(root, array):  # "c": not in the file
             return None
         first, here = (each.__array_interface__["data"][0] for each in (root, array))
         return cls(str(root.filename), array.dtype, array.shape, array.strides, root.offset + here - first)

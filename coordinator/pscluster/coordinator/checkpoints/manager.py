@@ -166,6 +166,8 @@ class Checkpoint:
                 with contextlib.suppress(PsClusterError):
                     strategy.client.restore(drops)
                 raise
+            if strategy.positions is not None:
+                strategy.positions.check_idle()
             commits = {server: ps_pb2.RestoreRequest(id=number, commit=True) for server in requests}
             strategy.client.restore(commits, index.nbytes)
             reach("coordinator.commit.after")
