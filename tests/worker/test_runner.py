@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -13,13 +14,16 @@ import numpy as np
 import pytest
 
 from pscluster.core.errors import StaleError
+from pscluster.core.handles import Handle
 from pscluster.core.values import encode_call
 from pscluster.ps.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker import runner as runner_module
 from pscluster.worker.job import Job
+from pscluster.worker.pipelines import Pipeline
 from pscluster.worker.runner import Outcome, Runner
 from pscluster.worker.service import WorkerRole, WorkerService
+from pscluster.worker.sources import source_of
 
 PATIENCE = 60.0
 
@@ -264,3 +268,66 @@ def test_a_stream_that_waits_for_its_turn_ends_with_its_call(monkeypatch: pytest
     stream = begin_stream(role, role.attached(node_pb2.AttachRequest(job=7)), context)
     with role._turn:
         assert list(stream) == []
+
+
+class Given(Handle):
+    """What the coordinator sends for a part of a dataset."""
+
+    handle_kind = "part"
+
+    def __init__(self, start: int) -> None:
+        self.handle_key = f"5/0/{start}/{start + 2}"
+
+
+def with_part(function: int, definition: str, start: int) -> worker_pb2.Step:
+    """A step that gets this part of dataset 5."""
+    made = step(function, definition, Given(start))
+    made.parts.append(Given(start).handle_key)
+    return made
+
+
+def test_parts_are_dropped_however_their_functions_end() -> None:
+    """Read, recalled, cancelled, failed before they began, or left in a stream that ends: nothing is read for them."""
+    block = Blocker()
+
+    def read_and_block(part: Any) -> list[int]:
+        block()
+        return [int(number) for number in part]
+
+    job = make_job(read=lambda part: [int(number) for number in part], block=read_and_block)
+    job._pipelines["5"] = Pipeline(source_of(np.arange(100)), "data", ahead=1)
+    stream = Stream(job)
+    stream.send(1, with_part(1, "read", 0))
+    stream.send(2, with_part(2, "block", 10))
+    assert block.begun.wait(PATIENCE)
+    stream.send(3, with_part(3, "nowhere", 20), with_part(4, "read", 30), with_part(5, "read", 40))
+    wait_until(lambda: set(job._parts) == {2, 3, 4, 5})  # another thread reads the stream meanwhile
+    stream.runner.recall([4], [4], cancel_running=False)
+    assert set(job._parts) == {2, 3, 5}
+    stream.runner.recall([2], [2], cancel_running=True)
+    block.released.set()
+    outcomes = stream.end()
+    assert kinds(outcomes) == Counter(
+        {(1, "DONE"): 1, (2, "CANCELLED"): 1, (3, "FAILED"): 1, (4, "RETURNED"): 1, (5, "DONE"): 1}
+    )
+    assert job._parts == {}
+    assert job._reader._parts == []
+    other = Stream(job)
+    block.begun.clear()
+    block.released.clear()
+    other.send(1, with_part(6, "block", 50), with_part(7, "read", 60))
+    assert block.begun.wait(PATIENCE)
+    other.runner.end()
+    block.released.set()
+    other._runs.join(PATIENCE)
+    assert job._parts == {}
+    assert job._reader._parts == []
+    job.close()
+
+
+def wait_until(predicate: Callable[[], bool]) -> None:
+    """For what another thread does."""
+    deadline = time.monotonic() + PATIENCE
+    while not predicate():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

@@ -163,7 +163,8 @@ class Runner:
             with self._turn, running(context):
                 context.check()
                 function = self._job.definition(step.definition)
-                parts = self._job.parts_of(step)
+                if step.parts:
+                    parts = self._job.parts_of(step)
                 args, kwargs = self._arguments(step, arguments, parts)
                 begin = time.perf_counter()
                 result = _called(function, args, kwargs, parts)
