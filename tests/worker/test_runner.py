@@ -276,7 +276,12 @@ class Given(Handle):
     handle_kind = "part"
 
     def __init__(self, start: int) -> None:
-        self.handle_key = f"5/0/{start}/{start + 2}"
+        self._start = start
+
+    @property
+    def handle_key(self) -> str:
+        """Of dataset 5."""
+        return f"5/0/{self._start}/{self._start + 2}"
 
 
 def with_part(function: int, definition: str, start: int) -> worker_pb2.Step:
