@@ -9,8 +9,9 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.conftest import search
 
+from pscluster.coordinator.positions import Position
 from pscluster.coordinator.visits import Visits
-from pscluster.core.errors import CheckpointMisfitError
+from pscluster.core.errors import CheckpointMisfitError, MisuseError
 
 LENGTH, KEPT = 11, 10
 EPOCHS = 3
@@ -115,3 +116,34 @@ def test_another_batch_size() -> None:
     later = Visits(10, 8)
     later.load(visits.state())
     assert later.epoch == 1
+
+
+class Owner:
+    """Stands for a dataset."""
+
+
+def test_a_caller_that_was_interrupted() -> None:
+    """It gave the range back, though its function was scheduled: that ends, and nothing is counted twice."""
+    position, owner = Position(), Owner()
+    position.begin(Visits(10, 10), owner)
+    life, epoch = position.begin_pass()
+    given = position.take(life, 4, epoch + 1)
+    assert given is not None
+    position.enter(given)
+    position.release(given)
+    position.commit(given, key=1)
+    assert position.entered == 0
+    again = position.take(life, 4, epoch + 1)
+    assert again is not None
+    assert (again.start, again.stop) == (4, 8), "what was visited is not given out again"
+    position.abandon(again)
+    assert position.take(life, 9, epoch + 1) is not None
+    position.begin_pass()
+    freed = position.take(life, 9, epoch + 1)
+    assert freed is not None
+    assert (freed.start, freed.stop) == (4, 8)
+    position.restore(position.at(None))
+    with pytest.raises(MisuseError, match="was restored meanwhile"):
+        position.enter(freed)
+    position.abandon(freed)
+    assert position.begin_pass() == (life + 1, 0)

@@ -266,13 +266,13 @@ class DistributedDataset:
             yield DataPart(self, number, found, position)
 
     def _numbered(self) -> Number:
-        with self._lock:
+        with self._placing:
             if self._number is None:
                 self._number = self._positions.send(self._pipeline)
             return self._number
 
     def _placed(self) -> Position:
-        with self._placing:  # which asks a server, but is held by nobody who has another lock
+        with self._placing:  # it asks a server: taken by nobody who has another lock
             if self._position is None:
                 pipeline, nth = self._pipeline, next(self._named)
                 if nth > 1:

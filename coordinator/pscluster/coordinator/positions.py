@@ -128,8 +128,7 @@ class Position:
     def commit(self, given: Range, key: int) -> None:
         """The function with this key has ended."""
         with self._lock:
-            given.holders -= 1
-            self.entered -= 1
+            self._leave(given)
             if given.life == self.life:
                 self._visits.commit(given.epoch, given.start, given.stop)
                 self._done.add(key)
@@ -138,14 +137,19 @@ class Position:
     def release(self, given: Range) -> None:
         """The function that was given this has failed, was cancelled, or could not be scheduled."""
         with self._lock:
-            given.holders -= 1
-            self.entered -= 1
+            self._leave(given)
             if not given.holders:
                 self._release(given)
 
     def abandon(self, given: Range) -> None:
         """Nobody has it any more. By the garbage collector, on any thread: takes no lock."""
         self._abandoned.append(given)
+
+    def _leave(self, given: Range) -> None:
+        """Under the lock: a function has ended. One whose caller was interrupted was counted out by then."""
+        if given.holders:
+            given.holders -= 1
+            self.entered -= 1
 
     def _release(self, given: Range) -> None:
         """Under the lock."""
