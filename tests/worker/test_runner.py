@@ -325,6 +325,8 @@ def test_parts_are_dropped_however_their_functions_end() -> None:
     other.runner.end()
     block.released.set()
     other._runs.join(PATIENCE)
+    other._sent.put(None)  # for the thread that reads the stream
+    other._collector.join(PATIENCE)
     assert job._parts == {}
     assert job._reader._parts == []
     job.close()
