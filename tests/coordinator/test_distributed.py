@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,16 +60,11 @@ def visited(strategy: ParameterServerStrategy) -> Visited:
     return Visited(strategy)
 
 
-Managed = Callable[..., CheckpointManager]
-
-
 @pytest.fixture
-def managed() -> Iterator[Managed]:
-    """Makes managers, which are closed behind the test."""
-    with contextlib.ExitStack() as stack:
-        yield lambda folder, strategy, **options: stack.enter_context(
-            CheckpointManager(str(folder), strategy=strategy, **options)
-        )
+def manager(strategy: ParameterServerStrategy, tmp_path: Path) -> Iterator[CheckpointManager]:
+    """Closed behind the test."""
+    with CheckpointManager(str(tmp_path), strategy=strategy, max_to_keep=None) as manager:
+        yield manager
 
 
 @pytest.fixture
@@ -188,15 +182,12 @@ def test_sources_of_a_user(coordinator: ClusterCoordinator, tmp_path: Path) -> N
 
 def test_a_position_is_part_of_a_checkpoint(
     coordinator: ClusterCoordinator,
-    strategy: ParameterServerStrategy,
     visited: Visited,
     data: DistributedDataset,
-    managed: Managed,
-    tmp_path: Path,
+    manager: CheckpointManager,
 ) -> None:
     """In the middle of the second epoch: the restored run visits what was left, and nothing else."""
     step = visited.step()
-    manager = managed(tmp_path, strategy)
     parts = iter(data.repeat(3))
     for _ in range(16 + 7):
         coordinator.schedule(step, args=(next(parts),))
@@ -226,15 +217,12 @@ def test_a_position_is_part_of_a_checkpoint(
 
 def test_a_restored_run_goes_on(
     coordinator: ClusterCoordinator,
-    strategy: ParameterServerStrategy,
     visited: Visited,
     data: DistributedDataset,
-    managed: Managed,
-    tmp_path: Path,
+    manager: CheckpointManager,
 ) -> None:
     """With other batches than before, as often as one likes: what was done since counts again."""
     step, data = visited.step(), data.repeat(2)
-    manager = managed(tmp_path, strategy)
     parts = iter(data)
     for _ in range(20):
         coordinator.schedule(step, args=(next(parts),))
@@ -252,15 +240,12 @@ def test_a_restored_run_goes_on(
 
 def test_checkpoints_while_functions_run(
     coordinator: ClusterCoordinator,
-    strategy: ParameterServerStrategy,
     visited: Visited,
     data: DistributedDataset,
-    managed: Managed,
-    tmp_path: Path,
+    manager: CheckpointManager,
 ) -> None:
     """The position is of the same moment as the variables, whenever a checkpoint is made."""
     step, data = visited.step(), data.repeat(4)
-    manager = managed(tmp_path, strategy, max_to_keep=None)
     for number, part in enumerate(data):
         coordinator.schedule(step, args=(part,))
         if number % 16 == 5:
@@ -550,14 +535,11 @@ def test_no_batch_at_all(coordinator: ClusterCoordinator) -> None:
 
 def test_parts_of_a_position_that_was(
     coordinator: ClusterCoordinator,
-    strategy: ParameterServerStrategy,
     visited: Visited,
     data: DistributedDataset,
-    managed: Managed,
-    tmp_path: Path,
+    manager: CheckpointManager,
 ) -> None:
     """Behind a restored checkpoint they are refused, and leave no trace."""
-    manager = managed(tmp_path, strategy)
     step = visited.step()
     coordinator.schedule(step, args=(next(iter(data)),)).fetch(PATIENCE)
     coordinator.join(PATIENCE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -12,6 +11,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
+from tests.conftest import until
 
 from pscluster.core.errors import StaleError
 from pscluster.core.handles import Handle
@@ -306,7 +306,7 @@ def test_parts_are_dropped_however_their_functions_end() -> None:
     stream.send(2, with_part(2, "block", 10))
     assert block.begun.wait(PATIENCE)
     stream.send(3, with_part(3, "nowhere", 20), with_part(4, "read", 30), with_part(5, "read", 40))
-    wait_until(lambda: set(job._parts) == {2, 3, 4, 5})  # another thread reads the stream meanwhile
+    until(lambda: set(job._parts) == {2, 3, 4, 5}, "another thread has read the stream meanwhile")
     stream.runner.recall([4], [4], cancel_running=False)
     assert set(job._parts) == {2, 3, 5}
     stream.runner.recall([2], [2], cancel_running=True)
@@ -330,11 +330,3 @@ def test_parts_are_dropped_however_their_functions_end() -> None:
     assert job._parts == {}
     assert job._reader._parts == []
     job.close()
-
-
-def wait_until(predicate: Callable[[], bool]) -> None:
-    """For what another thread does."""
-    deadline = time.monotonic() + PATIENCE
-    while not predicate():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)

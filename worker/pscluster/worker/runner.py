@@ -191,17 +191,15 @@ class Runner:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not step.HasField("arguments"):
             return (), {}
-        by_key = {part.handle_key: part for part in parts}
 
-        def resolve_handle(kind: str, key: str) -> Handle:
-            if kind == Part.handle_kind and key in by_key:
-                return by_key[key]
-            return self._job.resolve_handle(kind, key)
+        def with_parts(kind: str, key: str) -> Handle:
+            mine = (part for part in parts if kind == Part.handle_kind and key == part.handle_key)
+            return next(mine, None) or self._job.resolve_handle(kind, key)
 
         return decode_call(
             step.arguments,
             attachments=attachments,
-            resolve_handle=resolve_handle if parts else self._job.resolve_handle,
+            resolve_handle=with_parts if parts else self._job.resolve_handle,
             resolve_record=record_resolver(self._job.definition),
         )
 
