@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,13 @@ class Visited:
     def all_are(self, times: int) -> bool:
         """Each so often?"""
         return set(self.counts.numpy().tolist()) == {times}
+
+
+def visit(coordinator: ClusterCoordinator, step: Any, parts: Iterable[DataPart]) -> None:
+    """A function for each, and wait."""
+    for part in parts:
+        coordinator.schedule(step, args=(part,))
+    coordinator.join(PATIENCE)
 
 
 @pytest.fixture
@@ -114,9 +121,7 @@ def test_a_pass_that_was_left_goes_on(
             break
     rest = list(data)
     assert len(rest) == 16 - 5
-    for part in rest:
-        coordinator.schedule(step, args=(part,))
-    coordinator.join(PATIENCE)
+    visit(coordinator, step, rest)
     assert visited.all_are(1)
     assert data.epoch == 1
 
@@ -133,9 +138,7 @@ def test_what_failed_is_given_out_again(
 
     def cancelled() -> None:
         coordinator.schedule(fails, args=(next(parts),))
-        for part in parts:
-            coordinator.schedule(step, args=(part,))
-        coordinator.join(PATIENCE)
+        visit(coordinator, step, parts)
 
     parts = iter(data)
     with pytest.raises(ValueError, match="behind"):
@@ -144,9 +147,7 @@ def test_what_failed_is_given_out_again(
     again = list(data)
     assert sum(part.stop - part.start for part in again) + before == EXAMPLES
     assert again[0].start == 0
-    for part in again:
-        coordinator.schedule(step, args=(part,))
-    coordinator.join(PATIENCE)
+    visit(coordinator, step, again)
     assert data.epoch == 1
 
 
@@ -229,9 +230,7 @@ def test_a_restored_run_goes_on(
     coordinator.join(PATIENCE)
     manager.save()
     for _ in range(2):
-        for part in data:
-            coordinator.schedule(step, args=(part,))
-        coordinator.join(PATIENCE)
+        visit(coordinator, step, data)
         assert visited.all_are(2)
         assert data.epoch == 2
         manager.restore()
@@ -256,9 +255,7 @@ def test_checkpoints_while_functions_run(
         manager.checkpoint.read(path)
         left = list(data)  # of several epochs: functions of the next one run while some of the last one do
         assert int(visited.counts.numpy().sum()) + sum(part.stop - part.start for part in left) == 4 * EXAMPLES
-        for part in left:
-            coordinator.schedule(step, args=(part,))
-        coordinator.join(PATIENCE)
+        visit(coordinator, step, left)
         assert visited.all_are(4)
 
 
@@ -305,9 +302,7 @@ def test_slow_data_can_be_seen(coordinator: ClusterCoordinator) -> None:
             pass
 
     data = coordinator.distribute_dataset(np.arange(20)).map(slow).prefetch(0)
-    for part in data:
-        coordinator.schedule(step, args=(part,))
-    coordinator.join(PATIENCE)
+    visit(coordinator, step, data)
     assert data.waiting > 0.5
 
 
@@ -458,9 +453,7 @@ def test_parts_that_nobody_schedules(
         coordinator.schedule(step, args=(next(parts),))
     del dropped
     gc.collect()
-    for part in data:
-        coordinator.schedule(step, args=(part,))
-    coordinator.join(PATIENCE)
+    visit(coordinator, step, data)
     assert visited.all_are(1)
     assert data.epoch == 1
 
@@ -550,7 +543,5 @@ def test_parts_of_a_position_that_was(
         coordinator.schedule(step, args=(old,))
     del old
     gc.collect()
-    for part in data:
-        coordinator.schedule(step, args=(part,))
-    coordinator.join(PATIENCE)
+    visit(coordinator, step, data)
     assert visited.all_are(1)
