@@ -17,6 +17,8 @@ from pscluster.coordinator.progress import ProgressLine
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.server import Server
 from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.training import callbacks
+from pscluster.coordinator.training.history import History
 from pscluster.core import errors
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
 from pscluster.core.context import experimental_get_current_worker_index
@@ -38,6 +40,7 @@ __all__ = [
     "DataPart",
     "DistributedDataset",
     "FixedShardsPartitioner",
+    "History",
     "IndexedSlices",
     "InputContext",
     "LocalCluster",
@@ -57,6 +60,7 @@ __all__ = [
     "SimpleClusterResolver",
     "TFConfigClusterResolver",
     "Variable",
+    "callbacks",
     "embedding_bag",
     "embedding_lookup",
     "embedding_lookup_sparse",

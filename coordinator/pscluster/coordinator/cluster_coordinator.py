@@ -9,7 +9,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.dispatch import Call, Dispatcher, ResourceRecipe, placeholder
@@ -25,6 +25,10 @@ from pscluster.ps.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
 from pscluster.worker.evaluation import States, by_name, results_of, states_of
 from pscluster.worker.pipelines import Pipeline
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.training.callbacks import Callback
+    from pscluster.coordinator.training.history import History
 
 MAX_QUEUED = 262_144
 MAX_ATTEMPTS = 3
@@ -77,6 +81,7 @@ class ClusterCoordinator:
             self._captured = {}
             self._classes = {}
             self._resources = itertools.count(1)
+            self._trainings = itertools.count(1)
             self._iterators = weakref.WeakValueDictionary()
             strategy._coordinator = self
             strategy.positions = Positions(strategy, self._send_pipeline)
@@ -87,6 +92,7 @@ class ClusterCoordinator:
     _captured: dict[int, tuple[weakref.ref[Any], dict[Any, CapturedFunction]]]
     _classes: dict[type, CapturedFunction]
     _resources: itertools.count[int]
+    _trainings: itertools.count[int]
     _iterators: weakref.WeakValueDictionary[str, PerWorkerIterator]
 
     def schedule(
@@ -225,6 +231,13 @@ class ClusterCoordinator:
         """
         self._dispatcher.join(timeout)
 
+    def cancel_waiting(self) -> int:
+        """Cancel all functions that no worker has begun, once those that run have ended; how many.
+
+        Their RemoteValues raise CancelledError.
+        """
+        return self._dispatcher.cancel_waiting()
+
     def explain(self) -> str:
         """What is waited for, by whom and since when, in a few lines: for a job that seems to hang.
 
@@ -356,6 +369,79 @@ class ClusterCoordinator:
             self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
             states = self.fetch(found)
         return results_of(named, states)
+
+    def fit(
+        self,
+        step: Callable[[Any], Any],
+        data: DistributedDataset | PerWorkerDataset,
+        *,
+        epochs: int = 1,
+        steps_per_epoch: int | None = None,
+        steps_per_execution: int | Literal["auto"] = "auto",
+        validation_data: DistributedDataset | None = None,
+        validation_step: Callable[[Any], Any] | None = None,
+        validation_metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | None = None,
+        validation_freq: int = 1,
+        callbacks: Sequence[Callback] = (),
+        verbose: int | Literal["auto"] = "auto",
+    ) -> History:
+        """Train: take a step with each element of the data, epoch by epoch.
+
+        Waits for what was scheduled before. Ctrl-C and SIGTERM end it when the functions that run have ended, once
+        `BackupAndRestore` and `ModelCheckpoint` have made a checkpoint; then they go on to whoever had them before. A
+        second one ends it at once.
+
+        Where the coordinator dies and the script is started again, this training goes on where it was: with variables
+        that live by itself, from a checkpoint with `callbacks.BackupAndRestore`.
+
+        Args:
+            step: called on a worker with each element; gives the loss, a dict of numbers, or None.
+            data: gone through once an epoch, or as often as its `repeat` says. A per-worker dataset needs
+                `steps_per_epoch`.
+            epochs: how many; those that were done before the script was started again among them.
+            steps_per_epoch: an epoch ends after so many, wherever the data is then. Default: with the data.
+            steps_per_execution: steps that one function takes; "auto": so many that handing it out takes less than 2 %
+                of their time, by measurement (or as `data.parts` says). What is computed does not depend on it, but for
+                how steps of several workers overlap.
+            validation_data: evaluated behind epochs, as by `evaluate`, into logs named "val_...".
+            validation_step: see `evaluate`.
+            validation_metrics: see `evaluate`.
+            validation_freq: behind every so many epochs.
+            callbacks: called on the way: see `pscluster.coordinator.callbacks`.
+            verbose: 0: show nothing; 1 or "auto": progress, live in a terminal or notebook, and a line for each epoch;
+                2: only that line.
+
+        Returns:
+            The logs of the epochs.
+
+        Raises:
+            ValueError, TypeError, MisuseError: an argument can't be; nothing was done.
+            FunctionError: a step failed. All else was cancelled, nothing runs.
+            PSUnavailableError: a parameter server is lost.
+        """
+        from pscluster.coordinator.training.fit import Fit, check_arguments, validation_of  # they need this module
+
+        whole = {"epochs": epochs, "validation_freq": validation_freq}
+        if steps_per_epoch is not None:
+            whole["steps_per_epoch"] = steps_per_epoch
+        if steps_per_execution != "auto":
+            whole["steps_per_execution"] = steps_per_execution
+        check_arguments(step, data, whole)
+        if verbose not in ("auto", 0, 1, 2):
+            raise ValueError(f"verbose is {verbose!r}; it must be 0, 1, 2 or 'auto'")
+        training = Fit(
+            self,
+            next(self._trainings),
+            step,
+            data,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            steps_per_execution=steps_per_execution,
+            validation=validation_of(validation_data, validation_step, validation_metrics, validation_freq),
+            callbacks=callbacks,
+            verbose=1 if verbose == "auto" else int(verbose),
+        )
+        return training.run()
 
     @property
     def workers_up(self) -> int:

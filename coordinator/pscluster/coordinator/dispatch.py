@@ -354,7 +354,7 @@ class Dispatcher:
             self._changed.wait()
 
     @contextlib.contextmanager
-    def paused(self, timeout: float) -> Iterator[None]:
+    def paused(self, timeout: float = threading.TIMEOUT_MAX) -> Iterator[None]:
         """Within the block no function runs: those that do end first, those that have not started wait.
 
         Raises:
@@ -377,6 +377,14 @@ class Dispatcher:
                 self._paused -= 1
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._wake_all)
+
+    def cancel_waiting(self) -> int:
+        """Cancel what no worker has begun; how many. Waits for what runs."""
+        with self.paused(), self._lock:
+            cancelled = self._scheduler.cancel_waiting()
+            self._settle_cancelled(cancelled)
+            self._changed.notify_all()
+        return len(cancelled)
 
     @contextlib.contextmanager
     def alone(self, timeout: float | None) -> Iterator[None]:
@@ -1017,10 +1025,8 @@ class Dispatcher:
             if first is not None and self._scheduler.final:  # to schedule it again would be of no use
                 self._set_error(task, first, RemoteValueStatus.CANCELLED)
                 continue
-            error = CancelledError(
-                f"{task.payload.function.name} was cancelled because another function failed first"
-                f"{f' ({type(first).__name__})' if first else ''}: schedule it again"
-            )
+            why = f"because another function failed first ({type(first).__name__})" if first else "before it had begun"
+            error = CancelledError(f"{task.payload.function.name} was cancelled {why}: schedule it again")
             error.__cause__ = first
             self._set_error(task, error, RemoteValueStatus.CANCELLED)
 

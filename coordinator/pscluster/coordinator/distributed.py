@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from pscluster.coordinator.positions import Number, Position, Positions, Range
+from pscluster.coordinator.positions import Number, Position, Positions, Range, StopOf
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.handles import Handle
 from pscluster.v1 import worker_pb2
@@ -93,6 +95,30 @@ class DataPart(Handle):
 
     def __repr__(self) -> str:
         return f"<DataPart {self.name}>"
+
+
+@dataclass(frozen=True, slots=True)
+class EpochShape:
+    """Of a dataset.
+
+    Attributes:
+        kept: places that are visited.
+        places: of an element; the last one may have fewer.
+        epochs: that going through it once takes; None: without end.
+        part: elements that one function is given.
+        counted: are places examples, and an element one batch? Those of files are files.
+    """
+
+    kept: int
+    places: int
+    epochs: int | None
+    part: int
+    counted: bool
+
+    @property
+    def elements(self) -> int:
+        """Of an epoch."""
+        return -(-self.kept // self.places)
 
 
 class DistributedDataset:
@@ -225,10 +251,24 @@ class DistributedDataset:
     def __len__(self) -> int:
         """Elements (batches) an epoch."""
         self._need_length("len()")
-        return -(-self._pipeline.kept // self._pipeline.element)
+        return self.shape.elements
+
+    @property
+    def shape(self) -> EpochShape:
+        """How an epoch is made up, for who cuts it."""
+        pipeline = self._pipeline
+        return EpochShape(pipeline.kept, pipeline.element, self._epochs, self._elements, not self._has_files)
+
+    @property
+    def _has_files(self) -> bool:
+        return isinstance(self._pipeline.source, Files)
+
+    def save_position(self) -> None:
+        """Write it now, and not within the next seconds."""
+        self._positions.save()
 
     def _need_length(self, what: str) -> None:
-        if isinstance(self._pipeline.source, Files):
+        if self._has_files:
             raise TypeError(f"{what}: how many examples are in the files is known only to their reader")
 
     def local(self, epoch: int = 0) -> Iterator[Any]:
@@ -245,7 +285,7 @@ class DistributedDataset:
     def shards(self, count: int) -> Iterator[DataPart]:
         """The first epoch as so many parts of about one size, in order. No position moves: it is for evaluation."""
         number = self._numbered()
-        whole = -(-self._pipeline.kept // self._pipeline.element)
+        whole = self.shape.elements
         for shard in range(count):
             first, after = (whole * each // count * self._pipeline.element for each in (shard, shard + 1))
             if first < after:
@@ -259,10 +299,20 @@ class DistributedDataset:
         A pass that was left before its end goes on. One that a checkpoint, or a coordinator that died, has left in the
         middle goes on with what was not visited.
         """
-        position, number = self._placed(), self._numbered()
-        (life, epoch), most = position.begin_pass(), self._elements * self._pipeline.element
-        after = None if self._epochs is None else (epoch // self._epochs + 1) * self._epochs
-        while (found := position.take(life, most, after)) is not None:
+        position, most = self._placed(), self._elements * self._pipeline.element
+        life, epoch = position.begin_pass()
+        after = math.inf if self._epochs is None else (epoch // self._epochs + 1) * self._epochs
+        yield from self._parts(position, life, lambda epoch, start: start + most if epoch < after else start)
+
+    def cut(self, stop_of: StopOf) -> Iterator[DataPart]:
+        """As going through it; but where parts end, and the pass, is as `stop_of` says: see `Position.take`."""
+        position = self._placed()
+        life, _ = position.begin_pass()
+        yield from self._parts(position, life, stop_of)
+
+    def _parts(self, position: Position, life: int, stop_of: StopOf) -> Iterator[DataPart]:
+        number = self._numbered()
+        while (found := position.take(life, stop_of)) is not None:
             yield DataPart(self, number, found, position)
 
     def _numbered(self) -> Number:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy
 
 NAME = "pscluster/progress"
+TRAINING = "pscluster/training"
+"""That of `fit`."""
+
 CAPACITY = 64 << 10
 _LENGTH_BYTES = 4
 

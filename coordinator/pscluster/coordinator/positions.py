@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+StopOf = Callable[[int, int], int]
+
 NAME = "pscluster/positions"
 SAVE_SECONDS = 10.0
 
@@ -98,8 +100,13 @@ class Position:
                 self._release(self._abandoned.popleft())
             return self.life, self._visits.unfinished
 
-    def take(self, life: int, most: int, after: int | None) -> Range | None:
-        """The next range, of so many examples at most and of an epoch before `after`; None if there is none.
+    def take(self, life: int, stop_of: StopOf) -> Range | None:
+        """The next range; None if it lies behind what `stop_of` gives.
+
+        Args:
+            life: in which the pass began.
+            stop_of: of an epoch and the first place of the range in it, the place behind its last one; that first
+                place itself for a range that is not wanted.
 
         Raises:
             MisuseError: the position was restored since that life.
@@ -107,11 +114,8 @@ class Position:
         with self._lock:
             self.check(life)
             epoch = self._visits.unfinished
-            if after is not None and epoch >= after:
-                return None
-            found = self._visits.take(epoch, most)
-            assert found is not None, "not all of that epoch was given out"
-            return Range(life, epoch, *found)
+            found = self._visits.take(epoch, lambda start: stop_of(epoch, start))
+            return None if found is None else Range(life, epoch, *found)
 
     def check(self, life: int) -> None:
         """MisuseError if the position was restored since that life."""

@@ -1,46 +1,76 @@
-"""A progress line: live in a terminal, plain lines now and then in a pipe."""
+"""A progress line: live in a terminal or a notebook, plain lines now and then in a pipe."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.distributed import DistributedDataset
 
 PLAIN_SECONDS = 2.0
+LIVE_SECONDS = 0.05
+
+
+def choose_console() -> Console:
+    """Standard error in a terminal, else standard output."""
+    return Console(stderr=True) if sys.stderr.isatty() else Console()
 
 
 class ProgressLine:
-    """Shows how far a loop is: steps, loss, steps per second, workers up.
+    """Shows how far a loop is: steps, loss, steps or examples per second, workers up, and how long is waited for data.
 
     Args:
         coordinator: whose workers are counted.
-        total: steps in all.
-        console: where to show it; default: standard error in a terminal, else standard output.
+        total: steps in all; None: not known.
+        console: where to show it; default: see `choose_console`.
+        label: what it is of, such as "epoch 1/3".
+        unit: what is counted.
+        data: the dataset that is gone through: says how much time goes into waiting for it.
+        done: steps that were done before.
     """
 
-    def __init__(self, coordinator: ClusterCoordinator, total: int, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        coordinator: ClusterCoordinator,
+        total: int | None = None,
+        console: Console | None = None,
+        *,
+        label: str = "",
+        unit: str = "step",
+        data: DistributedDataset | None = None,
+        done: int = 0,
+    ) -> None:
         self._coordinator = coordinator
         self._total = total
-        self._console = console or (Console(stderr=True) if sys.stderr.isatty() else Console())
-        self._done = 0
-        self._begin = self._said = time.monotonic()
+        self._console = console or choose_console()
+        self._label = f"{label}  " if label else ""
+        self._unit = unit
+        self._data = data
+        self._done = self._before = done
+        self._examples = 0
+        self._begin = time.monotonic()
+        self._said = -math.inf
         self._live: Progress | None = None
         if self._console.is_terminal:
             self._live = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
+                TimeRemainingColumn(),
                 console=self._console,
                 transient=False,
             )
-            self._task = self._live.add_task("", total=total)
+            self._task = self._live.add_task("", total=total, completed=done)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -53,16 +83,35 @@ class ProgressLine:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, steps: int, *, loss: float | None = None) -> None:
-        """So many steps more are done; the loss, if there is one to show."""
+    def update(
+        self, steps: int, *, loss: float | None = None, examples: int = 0, logs: Mapping[str, float] | None = None
+    ) -> None:
+        """So many steps more are done.
+
+        Args:
+            steps: since the last call.
+            loss: to be shown.
+            examples: in these steps; given, examples a second are shown in place of steps.
+            logs: other numbers to be shown, by name.
+        """
         self._done += steps
+        self._examples += examples
         now = time.monotonic()
-        rate = self._done / max(now - self._begin, 1e-9)
-        text = f"{rate:.0f} steps/s  {self._coordinator.workers_up} workers up"
-        if loss is not None:
-            text = f"loss {loss:.4f}  {text}"
+        if now - self._said < (PLAIN_SECONDS if self._live is None else LIVE_SECONDS) and self._done != self._total:
+            return
+        self._said = now
+        text = self._text({**({} if loss is None else {"loss": loss}), **(logs or {})}, now - self._begin)
         if self._live is not None:
-            self._live.update(self._task, completed=self._done, description=text)
-        elif now - self._said >= PLAIN_SECONDS or self._done >= self._total or self._done == steps:
-            self._said = now
-            self._console.print(f"step {self._done}/{self._total}  {text}", highlight=False, soft_wrap=True)
+            self._live.update(self._task, completed=self._done, description=escape(self._label + text))
+        else:
+            of = "" if self._total is None else f"/{self._total}"
+            line = f"{self._label}{self._unit} {self._done}{of}  {text}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _text(self, shown: Mapping[str, float], seconds: float) -> str:
+        done, what = (self._examples, "examples") if self._examples else (self._done - self._before, f"{self._unit}s")
+        words = [f"{name} {value:.4f}" for name, value in shown.items()]
+        words += [f"{done / max(seconds, 1e-9):,.0f} {what}/s", f"{self._coordinator.workers_up} workers up"]
+        if self._data is not None:
+            words.append(f"{self._data.waiting:.0%} of the time waiting for data")
+        return "  ".join(words)

@@ -87,6 +87,11 @@ class RemoteValue:
         """How far it is."""
         return self._status
 
+    @property
+    def function(self) -> str:
+        """The name of the function whose result it is."""
+        return self._function
+
     def fetch(self, timeout: float | None = None) -> Any:
         """Wait for the value and return it; arrays are NumPy's.
 

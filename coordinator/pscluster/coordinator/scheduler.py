@@ -4,6 +4,7 @@ A task is one scheduled function. Its states and what moves it:
 
     BLOCKED --its RemoteValue arguments are ready--> QUEUED
     QUEUED  --take(worker)-------------------------> SENT      oldest first; a retried one before all others
+    BLOCKED, QUEUED --cancel_waiting---------------> CANCELLED
     SENT    --finish--> DONE | --fail--> FAILED
     SENT    --give_back----------------------------> QUEUED    the worker never started it; at the head
     SENT    --lose(worker)-------------------------> LIMBO     the worker is gone
@@ -305,6 +306,15 @@ class Scheduler(Generic[P]):
             self.final = True
         return cancelled + self._set_error(error)
 
+    def cancel_waiting(self) -> list[Task[P]]:
+        """All that no worker has are cancelled: these."""
+        cancelled = [*self._blocked, *self._queue]
+        self._blocked.clear()
+        self._queue.clear()
+        for task in cancelled:
+            self._end(task, State.CANCELLED)
+        return cancelled
+
     def recallable(self, index: int) -> list[Task[P]]:
         """Tasks that a worker has, in the order of sending."""
         return list(self.workers[index].sent.values())
@@ -333,12 +343,7 @@ class Scheduler(Generic[P]):
 
     def _set_error(self, error: Exception) -> list[Task[P]]:
         self.error = error
-        cancelled = [*self._blocked, *self._queue]
-        self._blocked.clear()
-        self._queue.clear()
-        for task in cancelled:
-            self._end(task, State.CANCELLED)
-        return cancelled
+        return self.cancel_waiting()
 
     def _end(self, task: Task[P], state: State) -> None:
         task.state = state

@@ -25,7 +25,8 @@ from rich.table import Table
 from pscluster.coordinator import loop
 from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
 from pscluster.coordinator.dispatch import Dispatcher
-from pscluster.coordinator.job_progress import JobProgress
+from pscluster.coordinator.job_progress import NAME as PROGRESS
+from pscluster.coordinator.job_progress import TRAINING, JobProgress
 from pscluster.coordinator.links import PsLink
 from pscluster.coordinator.live_job import LiveJob, continue_job, default_job_name
 from pscluster.coordinator.local_cluster import LocalCluster
@@ -308,9 +309,9 @@ class ParameterServerStrategy(Strategy):
         return self._dispatcher
 
     def prepare_progress(self, saved: Container[str]) -> None:
-        """A checkpoint is to be restored: have a place for its progress, and for the positions of its datasets."""
-        self._progress.prepare(saved)
-        JobProgress(self, POSITIONS).prepare(saved)
+        """A checkpoint is to be restored: have a place for its progress, its datasets' positions, and that of `fit`."""
+        for name in (PROGRESS, POSITIONS, TRAINING):
+            JobProgress(self, name).prepare(saved)
 
     def restore_or_initialize(self, directory: str) -> RestoredFrom:
         """See `CheckpointManager.restore_or_initialize`."""

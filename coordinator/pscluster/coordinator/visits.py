@@ -11,7 +11,7 @@ on. `load` forgets what was given. Epochs overlap: the next one may be begun whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pscluster.core.errors import CheckpointMisfitError
@@ -50,8 +50,8 @@ class Visits:
 
     # What happens
 
-    def take(self, epoch: int, most: int) -> tuple[int, int] | None:
-        """The next range of the epoch, of so many examples at most; None if all of it was given out."""
+    def take(self, epoch: int, stop_of: Callable[[int], int]) -> tuple[int, int] | None:
+        """The next range of the epoch, which ends where `stop_of` its start says; None if there is none up to there."""
         if epoch < self.epoch:
             return None
         given = self._given.setdefault(epoch, IntervalSet())
@@ -63,7 +63,9 @@ class Visits:
             start = after
         if start >= stop:
             return None
-        stop = min(stop, start + most)
+        stop = min(stop, stop_of(start))
+        if start >= stop:
+            return None
         given.add(start, stop)
         return start, stop
 

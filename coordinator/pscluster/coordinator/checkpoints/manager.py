@@ -20,7 +20,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from pscluster.coordinator.checkpoints.index import (
     write_index,
 )
 from pscluster.coordinator.job_progress import NAME as PROGRESS
+from pscluster.coordinator.job_progress import TRAINING
 from pscluster.coordinator.positions import NAME as POSITIONS
 from pscluster.core.errors import (
     CheckpointError,
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 BARRIER_SECONDS = 60.0
 
-KEPT = {PROGRESS, POSITIONS}
+KEPT = {PROGRESS, POSITIONS, TRAINING}
 """Variables of our own, which a checkpoint has where something was kept."""
 
 
@@ -130,13 +131,15 @@ class Checkpoint:
         """
         return self.mark().write(str(path))
 
-    def read(self, path: str, *, partial: bool = False) -> Index:
+    def read(self, path: str, *, partial: bool = False, progress: bool = True) -> Index:
         """Restore from this directory, however the variables are cut and placed now. What was in it.
 
         Functions run while it is read; those that do when it takes its place end first, as in `mark`.
 
         Args:
             partial: variables that are not in the checkpoint stay as they are; otherwise that is an error.
+            progress: with how far the job was: what `save_progress` has kept, the positions of datasets, that of `fit`.
+                False: that stays as it is.
 
         Raises:
             WaitTimeoutError: functions still run after `barrier_timeout`. Nothing was changed.
@@ -148,11 +151,13 @@ class Checkpoint:
         index = read_index(path)
         check_whole(index, path)
         strategy = self.strategy
-        if strategy.positions is not None:
-            strategy.positions.check_idle()
+        positions = strategy.positions if progress else None
+        if positions is not None:
+            positions.check_idle()
         self._check_names(index, path, partial)
-        strategy.prepare_progress(index.variables)
-        requests = self._plan(index, path)
+        if progress:
+            strategy.prepare_progress(index.variables)
+        requests = self._plan(index, path, progress)
         number = fresh_id()
         for request in requests.values():
             request.id, request.directory = number, path
@@ -166,13 +171,13 @@ class Checkpoint:
                 with contextlib.suppress(PsClusterError):
                     strategy.client.restore(drops)
                 raise
-            if strategy.positions is not None:
-                strategy.positions.check_idle()
+            if positions is not None:
+                positions.check_idle()
             commits = {server: ps_pb2.RestoreRequest(id=number, commit=True) for server in requests}
             strategy.client.restore(commits, index.nbytes)
             reach("coordinator.commit.after")
-            if strategy.positions is not None:
-                strategy.positions.restored()
+            if positions is not None:
+                positions.restored()
         return index
 
     def _check_names(self, index: Index, path: str, partial: bool) -> None:
@@ -185,9 +190,11 @@ class Checkpoint:
         if surplus := [name for name in index.variables if name not in known and name not in KEPT]:
             logger.warning("%s has variables that are not here: %s", path, ", ".join(surplus))
 
-    def _plan(self, index: Index, path: str) -> dict[int, ps_pb2.RestoreRequest]:
+    def _plan(self, index: Index, path: str, progress: bool) -> dict[int, ps_pb2.RestoreRequest]:
         requests = {server: ps_pb2.RestoreRequest() for server in range(self.strategy.client.num_servers)}
         for variable in self.strategy.variables:
+            if variable.name in KEPT and not progress:
+                continue
             if variable.name in index.variables:
                 _plan_variable(variable, index.variables[variable.name], path, requests)
             elif variable.name in KEPT:  # none was kept then: zeros, which say so
@@ -413,12 +420,28 @@ class CheckpointManager:
             logger.warning("old checkpoints in %s could not be removed: %s", self.directory, error)
         return path
 
+    def remove_all(self) -> None:
+        """Remove all checkpoints; one that is being written is waited for.
+
+        Raises:
+            CheckpointError: they can't be removed.
+        """
+        with self._alone():
+            try:
+                self._remove(keep=())
+            except OSError as error:
+                raise CheckpointError(f"checkpoints in {self.directory} can't be removed: {reason(error)}") from error
+
     def _remove_old(self) -> None:
         whole = self._numbers(whole=True)
-        keep = whole if self.max_to_keep is None else whole[-self.max_to_keep :]
+        self._remove(keep=whole if self.max_to_keep is None else whole[-self.max_to_keep :])
+
+    def _remove(self, keep: Collection[int]) -> None:
+        """All but these, and but what is newer than all whole ones: somebody may be writing it."""
+        newest = max(self._numbers(whole=True), default=0)
         fs, where = fsspec.core.url_to_fs(self.directory)
         for number in self._numbers(whole=False):
-            if number not in keep and number <= max(whole, default=0):
+            if number not in keep and number <= newest:
                 folder = f"{where.rstrip('/')}/ckpt-{number:06d}"
                 reach("coordinator.remove.before")
                 with contextlib.suppress(FileNotFoundError):
@@ -451,8 +474,8 @@ class CheckpointManager:
 
     # Restoring
 
-    def restore(self, path: str | None = None, *, partial: bool = False) -> str:
-        """Restore this one, or the newest; its path.
+    def restore(self, path: str | None = None, *, partial: bool = False, progress: bool = True) -> str:
+        """Restore this one, or the newest; its path. See `Checkpoint.read` for the arguments.
 
         Raises:
             CheckpointError: there is none; or it is damaged or does not fit, and nothing was changed. The message then
@@ -464,7 +487,7 @@ class CheckpointManager:
             raise CheckpointError(f"there is no checkpoint in {self.directory}")
         try:
             with self._alone():
-                self.checkpoint.read(chosen, partial=partial)
+                self.checkpoint.read(chosen, partial=partial, progress=progress)
         except CheckpointError as error:
             mine = chosen.rpartition("/")[0] == self.directory.rstrip("/")  # of another directory none is known
             before = [each for each in known if mine and (len(each), each) < (len(chosen), chosen)]

@@ -1,0 +1,529 @@
+"""The training loop: epochs of steps on workers, evaluation behind each, and callbacks on the way.
+
+One thread, the caller's, runs it all: it schedules functions of several steps (see plan.py), a few ahead of the
+workers, takes their logs as they end, in whatever order, and calls the callbacks. What comes when:
+
+    BEGIN -> EPOCH -> (EVALUATION) -> EPOCH -> ... -> END
+    EPOCH --stop_training, Ctrl-C, SIGTERM, a callback's error--> what waits is cancelled, what runs ends, its logs are
+                                      taken; then END, the interruption's hooks, or the error
+    any   --a function's error--> all of them have ended; the error
+
+Kept with the variables (state.py): at each epoch's begin and end, when the size of functions changes, before any
+function of the new size, and every few seconds. Where the coordinator dies, the next one goes on with the epoch that
+was not dealt with, with what was not visited of it. Lost is then: logs of steps that it had not taken, or not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.datasets import PerWorkerDataset
+from pscluster.coordinator.distributed import DataPart, DistributedDataset
+from pscluster.coordinator.progress import ProgressLine, choose_console
+from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
+from pscluster.coordinator.training.history import History
+from pscluster.coordinator.training.interrupts import Interrupts
+from pscluster.coordinator.training.plan import MEASURED, Plan, best_size, most_ahead
+from pscluster.coordinator.training.state import TrainingState
+from pscluster.core.errors import CancelledError, FunctionError, PsClusterError, WaitTimeoutError
+from pscluster.ps.metrics import MetricLike
+from pscluster.worker.evaluation import by_name
+from pscluster.worker.training import StepLogs, logs_of_steps, nothing
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.05
+"""So long the oldest function is waited for before others are looked at."""
+
+SAVE_SECONDS = 10.0
+"""So often it is kept how far the training is, within an epoch."""
+
+_CALIBRATION = 64
+
+
+class _Interruption(Exception):  # noqa: N818  (it is none)
+    """A signal has asked for the end; what it raised, if it was handed on."""
+
+    def __init__(self, raised: KeyboardInterrupt | None = None) -> None:
+        super().__init__()
+        self.raised = raised
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One function: its arguments, what they are of, and how much that is."""
+
+    args: tuple[Any, ...]
+    what: str
+    units: int
+    examples: int = 0
+
+
+class _Feed(Protocol):
+    """Where the functions' data comes from."""
+
+    unit: str
+    per_epoch: int
+
+    @property
+    def data(self) -> DistributedDataset | None:
+        """The dataset that has a position."""
+        ...
+
+    def begin(self, state: TrainingState) -> None:
+        """Go on from there, or begin. What changes is put into it."""
+        ...
+
+    def begin_epoch(self) -> int:
+        """That of the state. How much of it is done already."""
+        ...
+
+    def next(self) -> _Work | None:
+        """What the next function takes; None at the epoch's end."""
+        ...
+
+    def size(self) -> int:
+        """Steps of the next function."""
+        ...
+
+    def resize(self, size: int) -> bool:
+        """From the next function on. False if that was so before."""
+        ...
+
+    def save(self) -> None:
+        """Whatever is known of the position now."""
+        ...
+
+
+class _Distributed:
+    """Parts of a distributed dataset."""
+
+    def __init__(self, data: DistributedDataset, steps_per_epoch: int | None) -> None:
+        shape = data.shape
+        if steps_per_epoch is not None and not shape.counted:
+            raise ValueError(
+                "steps_per_epoch can't be counted in a dataset of files: leave it out, an epoch ends by itself"
+            )
+        if steps_per_epoch is None and shape.epochs is None:
+            raise ValueError("the dataset repeats without end: give steps_per_epoch, or repeat(n)")
+        self._data = data
+        self.unit = "step" if shape.counted else "file"
+        self._counted = shape.counted
+        self.per_epoch = steps_per_epoch or shape.elements * (shape.epochs or 1)
+        self._plan = Plan(shape.elements, shape.places, shape.kept, 0, self.per_epoch)
+        self._parts: Iterator[DataPart] = iter(())
+
+    @property
+    def data(self) -> DistributedDataset:
+        return self._data
+
+    def begin(self, state: TrainingState) -> None:
+        self._state = state
+        if state.plan is None:
+            self._plan.first = self.data.epoch
+        else:
+            self._plan.load(state.plan)
+        state.plan = self._plan.to_json()
+
+    def begin_epoch(self) -> int:
+        epoch = self._state.epoch
+        done = self._plan.done(self.data.epoch, self.data.visited) - epoch * self.per_epoch
+        self._plan.frontier = max(self._plan.frontier, epoch * self.per_epoch)
+        self._parts = self.data.cut(functools.partial(self._plan.stop_of, epoch))
+        return min(max(0, done), self.per_epoch)
+
+    def next(self) -> _Work | None:
+        part = next(self._parts, None)
+        if part is None:
+            return None
+        places = part.stop - part.start
+        units = -(-places // self.data.shape.places)
+        return _Work((part,), part.name, units, places if self._counted else 0)
+
+    def size(self) -> int:
+        return self._plan.size_at(self._plan.frontier)
+
+    def resize(self, size: int) -> bool:
+        changed = self._plan.change(size)
+        self._state.plan = self._plan.to_json()
+        return changed
+
+    def save(self) -> None:
+        self.data.save_position()
+
+
+class _PerWorker:
+    """Elements of the workers' own datasets."""
+
+    unit = "step"
+    data = None
+
+    def __init__(self, data: PerWorkerDataset, steps_per_epoch: int | None) -> None:
+        if steps_per_epoch is None:
+            raise ValueError(
+                "a per-worker dataset has no length: give steps_per_epoch, or take a dataset of distribute_dataset(), "
+                "whose epochs end by themselves"
+            )
+        self.per_epoch = steps_per_epoch
+        self._iterator = iter(data)
+        self._size = 1
+        self._left = 0
+
+    def begin(self, state: TrainingState) -> None:
+        self._state = state
+
+    def begin_epoch(self) -> int:
+        self._left = max(0, self.per_epoch - self._state.steps)
+        return self.per_epoch - self._left
+
+    def next(self) -> _Work | None:
+        steps = min(self._size, self._left)
+        if not steps:
+            return None
+        self._left -= steps
+        return _Work((self._iterator, steps), f"{steps} steps", steps)
+
+    def size(self) -> int:
+        return self._size
+
+    def resize(self, size: int) -> bool:
+        changed, self._size = size != self._size, size
+        return changed
+
+    def save(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What is evaluated behind epochs."""
+
+    step: Callable[[Any], Any]
+    data: DistributedDataset
+    metrics: Mapping[str, MetricLike]
+    every: int
+
+
+class Fit:
+    """One training. See `ClusterCoordinator.fit` for the arguments."""
+
+    def __init__(
+        self,
+        coordinator: ClusterCoordinator,
+        number: int,
+        step: Callable[[Any], Any],
+        data: DistributedDataset | PerWorkerDataset,
+        *,
+        epochs: int,
+        steps_per_epoch: int | None,
+        steps_per_execution: int | Literal["auto"],
+        validation: Validation | None,
+        callbacks: Sequence[Callback],
+        verbose: int,
+    ) -> None:
+        self._coordinator = coordinator
+        self._epochs = epochs
+        self._validation = validation
+        self._verbose = verbose
+        self._feed: _Feed
+        if isinstance(data, DistributedDataset):
+            self._feed = _Distributed(data, steps_per_epoch)
+            if steps_per_execution == "auto" and data.shape.part > 1:
+                steps_per_execution = data.shape.part
+
+            def run_steps(part: Any) -> StepLogs:
+                return logs_of_steps(step, part)
+
+            self._run: Callable[..., StepLogs] = run_steps
+        else:
+            self._feed = _PerWorker(data, steps_per_epoch)
+
+            def run_some_steps(iterator: Any, steps: int) -> StepLogs:
+                return logs_of_steps(step, iterator, steps)
+
+            self._run = run_some_steps
+        self._packing = steps_per_execution
+        self._workers = len(coordinator.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
+        steps = self._feed.per_epoch if self._feed.unit == "step" else None
+        params = {"epochs": epochs, "steps": steps, "verbose": verbose, "validation": validation is not None}
+        self._callbacks = CallbackList(callbacks, coordinator, **params)
+        self._training = self._callbacks.training
+        self._history = History(epochs=epochs, steps=steps)
+        self._state = TrainingState(coordinator.strategy, number)
+        self._interrupts = Interrupts()
+        self._pending: deque[tuple[RemoteValue, _Work]] = deque()
+        self._line: ProgressLine | None = None
+        self._dispatch_seconds = 0.0
+        self._step_seconds: deque[float] = deque(maxlen=64)
+        self._function_seconds: float | None = None
+        self._settled = self._packing != "auto"  # how many steps a function takes, in this epoch
+        self._batches = 0
+        self._saved = time.monotonic()
+
+    def run(self) -> History:
+        """Until its end."""
+        try:
+            with self._interrupts:
+                try:
+                    self._train()
+                except _Interruption as interrupted:
+                    self._interrupt()
+                    if interrupted.raised is not None:
+                        raise interrupted.raised from None
+                except Exception:
+                    with contextlib.suppress(PsClusterError):
+                        self._coordinator.cancel_waiting()
+                    raise
+        finally:
+            self._callbacks.close()
+        self._interrupts.hand_on()
+        self._history.stopped = self._training.stopped
+        return self._history
+
+    def _train(self) -> None:
+        self._coordinator.join()
+        self._callbacks.on_train_begin()
+        state = self._state
+        state.load()
+        self._training.params["resumed"] = state.resumed
+        if state.finished:
+            logger.info("training %d of this script was done before", state.number)
+            return
+        if state.resumed:
+            self._callbacks.load_states(state.callbacks)
+            logger.info("going on with epoch %d", state.epoch + 1)
+        self._feed.begin(state)
+        if self._packing == "auto":
+            self._dispatch_seconds = self._measure_dispatch()
+        for epoch in range(state.epoch, self._epochs):
+            self._epoch(epoch)
+            if self._training.stop_training:
+                break
+        state.finished = True
+        state.save()
+        self._callbacks.on_train_end({name: values[-1] for name, values in self._history.history.items()})
+
+    def _measure_dispatch(self) -> float:
+        """Seconds for which a worker is kept by a function that does nothing."""
+        seconds = 0.0
+        for _ in range(2):  # the first time the workers are told what it is
+            begin = time.monotonic()
+            for _ in range(_CALIBRATION):
+                self._coordinator.schedule(nothing)
+            self._coordinator.join()
+            seconds = time.monotonic() - begin
+        return seconds * self._coordinator.workers_up / _CALIBRATION
+
+    # An epoch
+
+    def _epoch(self, epoch: int) -> None:
+        state, feed = self._state, self._feed
+        goes_on = state.resumed and epoch == state.epoch
+        if not goes_on:
+            state.totals = {}
+        state.epoch, state.resumed = epoch, False
+        done = feed.begin_epoch()
+        self._settle_size(goes_on)
+        self._batches = scheduled = done if feed.unit == "step" else 0
+        state.callbacks = self._callbacks.states()
+        state.save()
+        self._callbacks.on_epoch_begin(epoch)
+        begin = time.monotonic()
+        label = f"epoch {epoch + 1}/{self._epochs}"
+        with contextlib.ExitStack() as stack:
+            if self._verbose == 1:
+                line = ProgressLine(
+                    self._coordinator, feed.per_epoch, label=label, unit=feed.unit, data=feed.data, done=done
+                )
+                self._line = stack.enter_context(line)
+            stack.callback(setattr, self, "_line", None)
+            self._steps(scheduled)
+        feed.save()
+        state.save()
+        logs = self._means()
+        steps, seconds = self._batches, time.monotonic() - begin
+        if self._validation is not None and (epoch + 1) % self._validation.every == 0:
+            logs |= self._validate(self._validation)
+        self._callbacks.on_epoch_end(epoch, logs)
+        self._history.add(epoch, logs)
+        if self._verbose:
+            numbers = "".join(f"  {name} {value:.4g}" for name, value in logs.items() if isinstance(value, float | int))
+            text = f"{label}  {steps} steps in {seconds:.1f} s{numbers}"
+            choose_console().print(text, highlight=False, markup=False, soft_wrap=True)
+        state.epoch, state.steps, state.totals = epoch + 1, 0, {}
+        state.callbacks = self._callbacks.states()
+        state.save()
+
+    def _steps(self, scheduled: int) -> None:
+        """Those of an epoch, of which so many are done."""
+        more = True
+        while more or self._pending:
+            if self._interrupts.asked is not None:
+                raise _Interruption
+            if self._training.stop_training:
+                self._stop()
+                return
+            while more and len(self._pending) < most_ahead(self._function_seconds, self._workers):
+                work = self._feed.next()
+                if work is None:
+                    more = False
+                    break
+                for _ in range(work.units if self._callbacks.wants_begin else 0):
+                    self._callbacks.on_train_batch_begin(scheduled)
+                    scheduled += 1
+                self._pending.append((self._coordinator.schedule(self._run, args=work.args), work))
+            for value, done in self._ended():
+                self._take(value, done)
+            self._keep_now_and_then()
+
+    def _ended(self) -> list[tuple[RemoteValue, _Work]]:
+        """Functions that have, after a while perhaps none; they are no longer pending."""
+        if not self._pending:
+            return []
+        oldest, _ = self._pending[0]
+        try:
+            oldest.fetch(LOOK_SECONDS)
+        except WaitTimeoutError:
+            if oldest.status is not RemoteValueStatus.NOT_READY:  # it is the step's own error
+                raise
+            ended = [each for each in self._pending if each[0].status is not RemoteValueStatus.NOT_READY]
+            self._pending = deque(each for each in self._pending if each not in ended)
+            return ended
+        except (FunctionError, CancelledError):
+            self._coordinator.join()  # raises the first error
+            raise
+        ended = [self._pending.popleft()]
+        while self._pending and self._pending[0][0].status is not RemoteValueStatus.NOT_READY:
+            ended.append(self._pending.popleft())
+        return ended
+
+    def _take(self, value: RemoteValue, work: _Work) -> None:
+        """The logs of a function."""
+        try:
+            worker, seconds, names, rows = value.fetch()
+        except (FunctionError, CancelledError):
+            self._coordinator.join()
+            raise
+        steps = len(rows)
+        if steps:
+            self._step_seconds.append(seconds / steps)
+        self._function_seconds = seconds
+        for name, sum_ in zip(names, rows.sum(axis=0).tolist(), strict=True):
+            total, count = self._state.totals.get(name, (0.0, 0))
+            self._state.totals[name] = total + sum_, count + steps
+        self._state.steps += steps
+        if self._callbacks.wants_end:
+            self._training.execution = Execution(value.function, work.what, worker)
+            for batch, row in enumerate(rows.tolist(), self._batches):
+                self._callbacks.on_train_batch_end(batch, dict(zip(names, row, strict=True)))
+        self._batches += steps
+        self._training.steps = self._batches
+        if self._line is not None and steps:
+            shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True))
+            self._line.update(work.units, examples=work.examples, logs=shown)
+        if not self._settled and len(self._step_seconds) >= max(MEASURED, 2 * self._workers):
+            self._settled = True
+            if self._feed.resize(self._best_size()):
+                self._state.save()  # before a function of that size is scheduled
+
+    def _best_size(self) -> int:
+        per_epoch = self._feed.per_epoch
+        return best_size(self._step_seconds, self._dispatch_seconds, per_epoch, self._workers)
+
+    def _settle_size(self, goes_on: bool) -> None:
+        """At an epoch's begin. One that is gone on with keeps its cuts: what was handed out is not known."""
+        if goes_on and self._feed.data is not None:
+            self._settled = True
+        elif self._packing != "auto":
+            self._feed.resize(self._packing)
+        elif len(self._step_seconds) >= MEASURED:
+            best, now = self._best_size(), self._feed.size()
+            if not now / 2 < best < now * 2:
+                self._feed.resize(best)
+            self._settled = True
+        else:
+            self._settled = False
+
+    def _means(self) -> Logs:
+        return {name: total / count for name, (total, count) in self._state.totals.items() if count}
+
+    def _keep_now_and_then(self) -> None:
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            self._state.save()
+            self._saved = time.monotonic()
+
+    def _validate(self, validation: Validation) -> Logs:
+        self._callbacks.on_test_begin()
+        try:
+            with self._interrupts.at_once():
+                found = self._coordinator.evaluate(validation.step, validation.data, validation.metrics)
+        except KeyboardInterrupt as raised:
+            raise _Interruption(raised) from None
+        logs = {f"val_{name}": value for name, value in found.items()}
+        self._callbacks.on_test_end(logs)
+        return logs
+
+    # Before its time
+
+    def _stop(self) -> None:
+        """What has not begun is given back; the logs of what ran are taken."""
+        self._coordinator.cancel_waiting()
+        while self._pending:
+            value, work = self._pending.popleft()
+            if value.status is not RemoteValueStatus.CANCELLED:
+                self._take(value, work)
+
+    def _interrupt(self) -> None:
+        self._stop()
+        self._feed.save()
+        self._state.callbacks = self._callbacks.states()
+        self._state.save()
+        self._callbacks.on_train_interrupted(self._means())
+
+
+def validation_of(
+    data: DistributedDataset | None,
+    step: Callable[[Any], Any] | None,
+    metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | None,
+    every: int,
+) -> Validation | None:
+    """What `fit` was given, checked."""
+    if data is None:
+        if step is not None or metrics is not None:
+            raise ValueError("validation_step and validation_metrics go with validation_data: give that, too")
+        return None
+    if not isinstance(data, DistributedDataset):
+        raise TypeError(
+            f"validation_data is a {type(data).__name__}: give coordinator.distribute_dataset(...).batch(64)"
+        )
+    if step is None or metrics is None:
+        raise ValueError(
+            "validation_data needs validation_step, which gives for an element what the metrics take, and "
+            "validation_metrics: see coordinator.evaluate"
+        )
+    if not callable(step):
+        raise TypeError(f"validation_step is a {type(step).__name__}; it must be a function")
+    return Validation(step, data, by_name(metrics), every)
+
+
+def check_arguments(step: object, data: object, whole: Mapping[str, Any]) -> None:
+    """What can be said before anything is done."""
+    if not callable(step):
+        raise TypeError(f"fit takes a step function, not a {type(step).__name__}")
+    if not isinstance(data, DistributedDataset | PerWorkerDataset):
+        raise TypeError(
+            f"fit takes a dataset, not a {type(data).__name__}: give coordinator.distribute_dataset(...).batch(64), or "
+            "coordinator.create_per_worker_dataset(...)"
+        )
+    for name, value in whole.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")

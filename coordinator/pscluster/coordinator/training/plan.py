@@ -1,0 +1,119 @@
+"""Where an epoch is cut into functions, and how many steps each of them takes. Pure.
+
+A dataset's epochs, one behind the other, are counted in elements (batches) from the one in which the training began; an
+epoch of the training is so many of them. A function takes the next few. How many is settled before the first of them is
+handed out, and kept with the variables: a coordinator that comes back cuts at the same places, and so repeats what is
+not known to be done under the same names (see `DistributedDataset`); other cuts would be other pieces of work, and what
+both did would count twice. So a change of the size holds from an element on behind all that were handed out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+DISPATCH_SHARE = 0.02
+"""So much of a step's time may handing it out take, with `steps_per_execution="auto"`."""
+
+MEASURED = 8
+"""After so many functions of one step it is known how long a step takes."""
+
+FUNCTIONS_A_WORKER = 4
+"""So many functions at least a worker has in an epoch, lest some wait for the last one."""
+
+QUEUED_SECONDS = 0.2
+"""So much work is scheduled for each worker, beyond two functions."""
+
+MOST_QUEUED = 2000
+
+
+@dataclass
+class Plan:
+    """Of one training.
+
+    Attributes:
+        elements: of an epoch of the data.
+        places: that one element takes in the order of the data; the last one of an epoch may take fewer.
+        kept: places of an epoch.
+        first: the epoch of the data in which the training begins.
+        per_epoch: elements of an epoch of the training.
+        cuts: (from this element on, so many a function), rising.
+    """
+
+    elements: int
+    places: int
+    kept: int
+    first: int
+    per_epoch: int
+    cuts: list[tuple[int, int]] = field(default_factory=list)
+    frontier: int = 0
+    """Behind the last element that was handed out."""
+
+    def size_at(self, element: int) -> int:
+        """So many elements does a function take that begins with this one."""
+        return next((size for start, size in reversed(self.cuts) if start <= element), 1)
+
+    def change(self, size: int, element: int | None = None) -> bool:
+        """From the frontier, or that element, on functions take so many. False if they do already."""
+        start = self.frontier if element is None else element
+        if self.size_at(start) == size and all(other <= start for other, _ in self.cuts):
+            return False
+        self.cuts = [*(cut for cut in self.cuts if cut[0] < start), (start, size)]
+        return True
+
+    def stop_of(self, training_epoch: int, epoch: int, start: int) -> int:
+        """Where a function ends that begins at this place of the data's epoch; `start` if it is of a later one.
+
+        Args:
+            training_epoch: which epoch of the training goes on.
+            epoch: of the data.
+            start: a place in its order.
+        """
+        before = (epoch - self.first) * self.elements
+        element = before + start // self.places
+        end = (training_epoch + 1) * self.per_epoch
+        if element >= end:
+            return start
+        following = (other for other, _ in self.cuts if other > element)
+        stop = min([element + self.size_at(element), end, before + self.elements, *following])
+        self.frontier = max(self.frontier, stop)
+        return min((stop - before) * self.places, self.kept)
+
+    def done(self, epoch: int, visited: int) -> int:
+        """Elements that were taken, where all epochs of the data before this one and so many places of it were."""
+        return max(0, (epoch - self.first) * self.elements + math.ceil(visited / self.places))
+
+    def to_json(self) -> dict[str, Any]:
+        """What has to be the same when the training goes on."""
+        return {"first": self.first, "cuts": [list(cut) for cut in self.cuts]}
+
+    def load(self, found: dict[str, Any]) -> None:
+        """Go on with this."""
+        self.first = found["first"]
+        self.cuts = [(start, size) for start, size in found["cuts"]]
+
+
+def best_size(step_seconds: Iterable[float], dispatch_seconds: float, per_epoch: int | None, workers: int) -> int:
+    """How many steps a function should take, so that handing it out takes no more than its share.
+
+    Args:
+        step_seconds: measured, of several functions: for each the seconds of a step.
+        dispatch_seconds: of a function that does nothing.
+        per_epoch: steps of an epoch, if that is known.
+        workers: how many.
+    """
+    found = sorted(step_seconds)
+    typical = max(found[len(found) // 2], 1e-7)
+    size = math.ceil(dispatch_seconds / (DISPATCH_SHARE * typical))
+    if per_epoch is not None:
+        size = min(size, per_epoch // (workers * FUNCTIONS_A_WORKER))
+    return max(1, size)
+
+
+def most_ahead(function_seconds: float | None, workers: int) -> int:
+    """How many functions to have scheduled: enough that no worker waits, and not more, for all of them end before the
+    last one does."""
+    queued = 2 if function_seconds is None else 2 + int(QUEUED_SECONDS / max(function_seconds, 1e-6))
+    return min(workers * queued, MOST_QUEUED)

@@ -1,0 +1,62 @@
+"""How far a training is, kept with the variables: what `fit` needs to go on where a coordinator before it has stopped.
+
+Beside it, and of the same moment in a checkpoint, is the position of the dataset, which alone says what was visited.
+The scripts' trainings are numbered: one that is started again finds the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pscluster.coordinator.job_progress import TRAINING, JobProgress
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.strategy import ParameterServerStrategy
+
+
+class TrainingState:
+    """Of the training with this number.
+
+    Attributes:
+        epoch: whose end has not been dealt with.
+        steps: that were taken in it, where the data has no position.
+        totals: by name, of the epoch's logs: their sum and how many they are.
+        plan: see `Plan.to_json`; None where the data has no position.
+        callbacks: of each, what it wants to keep.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, number: int) -> None:
+        self._kept = JobProgress(strategy, TRAINING)
+        self.number = number
+        self.finished = False
+        self.resumed = False
+        self.epoch = self.steps = 0
+        self.totals: dict[str, tuple[float, int]] = {}
+        self.plan: dict[str, Any] | None = None
+        self.callbacks: list[dict[str, Any]] = []
+
+    def load(self) -> None:
+        """Take up what was kept, if it is of this training; `finished` if that, or a later one, had ended."""
+        found = self._kept.load()
+        number = found.get("number", 0)
+        if number > self.number:
+            self.finished = True
+        elif number == self.number:
+            self.resumed = True
+            self.finished, self.epoch, self.steps = found["finished"], found["epoch"], found["steps"]
+            self.totals = {name: (total, count) for name, (total, count) in found["totals"].items()}
+            self.plan, self.callbacks = found["plan"], found["callbacks"]
+
+    def save(self) -> None:
+        """In place of what was kept before."""
+        self._kept.save(
+            {
+                "number": self.number,
+                "finished": self.finished,
+                "epoch": self.epoch,
+                "steps": self.steps,
+                "totals": self.totals,
+                "plan": self.plan,
+                "callbacks": self.callbacks,
+            }
+        )
