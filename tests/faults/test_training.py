@@ -1,0 +1,130 @@
+"""A training that is killed, or asked to end, and started again: each example once an epoch, and it goes on at the step."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+from tests.faults.steps import wait_for
+from tests.faults.support import PATIENCE, until
+from tests.faults.test_coordinator_death import started
+
+from pscluster.coordinator.api import LocalCluster
+
+EXAMPLES, BATCH = 2000, 10
+
+SCRIPT = """
+    import sys
+    import numpy as np
+    from pscluster.coordinator import (
+        ClusterCoordinator, FixedShardsPartitioner, IndexedSlices, ParameterServerStrategy, TFConfigClusterResolver,
+        Variable, callbacks,
+    )
+    from tests.faults.steps import note, wait_for
+
+    folder, hold, save_freq = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
+    with strategy.scope():
+        counts = Variable(np.zeros(2000, np.int64), name="visited")
+    coordinator = ClusterCoordinator(strategy)
+
+    class Holds(callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            note(folder, f"begun-{backup.restored.value}-{epoch}", str(data.visited))
+
+        def on_train_batch_end(self, batch, logs=None):
+            if hold and self.training.epoch == 1 and batch >= hold:
+                note(folder, "enough")
+                if hold < 1000:
+                    wait_for(folder, "go on")
+
+    def step(numbers):
+        counts.scatter_add(IndexedSlices(np.ones(len(numbers), np.int64), numbers))
+        return float(len(numbers))
+
+    data = coordinator.distribute_dataset(np.arange(2000), name="numbers").shuffle(seed=1).batch(10)
+    backup = callbacks.BackupAndRestore(folder + "/backup", save_freq=save_freq or "epoch")
+    history = coordinator.fit(step, data, epochs=3, callbacks=[backup, Holds()])
+    found = sorted(set(counts.numpy().tolist()))
+    note(folder, "result", f"{data.epoch} {found} {history.epoch} {history.history}")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The script of the training."""
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def check_result(tmp_path: Path, visited: int | None, how: str) -> None:
+    """It went on in the second epoch, behind at least so many examples, and all were visited three times."""
+    begun = int(wait_for(str(tmp_path), f"begun-{how}-1"))
+    assert begun < EXAMPLES
+    assert visited is None or begun >= visited
+    assert not list(tmp_path.glob(f"begun-{how}-0"))
+    assert wait_for(str(tmp_path), "result") == "3 [3] [1, 2] {'loss': [10.0, 10.0]}"
+
+
+@pytest.mark.timeout(180)
+def test_the_coordinator_is_killed(script: Path, tmp_path: Path) -> None:
+    """Its servers live: what the next one does not know to be done is repeated, in the same pieces, and counts once."""
+    with LocalCluster(2, 2, log_level="ERROR", durability="log") as cluster:
+        with started(cluster, script, tmp_path, 60, 0) as first:
+            wait_for(str(tmp_path), "enough")
+            first.send_signal(signal.SIGKILL)
+        with started(cluster, script, tmp_path, 0, 0) as second:
+            assert second.wait(PATIENCE) == 0
+        check_result(tmp_path, None, "live")
+
+
+@pytest.mark.timeout(180)
+def test_all_are_killed(script: Path, tmp_path: Path) -> None:
+    """On another cluster it goes on with the step at which the newest checkpoint was made, not with the epoch."""
+    with (
+        LocalCluster(2, 2, log_level="ERROR", durability="none") as cluster,
+        started(cluster, script, tmp_path, 80, 25),
+    ):
+        wait_for(str(tmp_path), "enough")
+        # Every 25 steps: the one behind the first 200 + 75 is written in the background.
+        until(lambda: list(tmp_path.glob("backup/ckpt-00001[1-9]/index.json")), "it has a checkpoint of this epoch")
+    with (
+        LocalCluster(3, 1, log_level="ERROR", durability="none") as cluster,
+        started(cluster, script, tmp_path, 0, 0) as second,
+    ):
+        assert second.wait(PATIENCE) == 0
+    check_result(tmp_path, 75 * BATCH, "checkpoint")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_is_asked_to_end(script: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Functions that run end, a checkpoint is made, the process ends as signals have it end; the next one goes on."""
+    with LocalCluster(2, 2, log_level="ERROR", durability="none") as cluster:
+        with started(cluster, script, tmp_path, 30, 0) as first:
+            wait_for(str(tmp_path), "enough")
+            first.send_signal(number)
+            (tmp_path / "go on").touch()
+            assert first.wait(PATIENCE) == 0
+        assert not (tmp_path / "result").exists()
+        with started(cluster, script, tmp_path, 0, 0) as second:
+            assert second.wait(PATIENCE) == 0
+    check_result(tmp_path, 30 * BATCH, "checkpoint")
+
+
+@pytest.mark.timeout(180)
+def test_it_is_asked_twice(script: Path, tmp_path: Path) -> None:
+    """It ends at once, whatever it waits for."""
+    with (
+        LocalCluster(1, 1, log_level="ERROR", durability="none") as cluster,
+        started(cluster, script, tmp_path, 30, 0) as first,
+    ):
+        wait_for(str(tmp_path), "enough")
+        first.send_signal(signal.SIGINT)
+        while first.poll() is None:  # two that are pending at once are one
+            first.send_signal(signal.SIGINT)
+        assert first.wait(PATIENCE) in (0, 128 + signal.SIGINT)
+        assert not (tmp_path / "result").exists()
