@@ -46,3 +46,7 @@ def forward_and_backward(
     gradients = [x.T @ d1, d1.sum(0), h1.T @ d2, d2.sum(0), h2.T @ d, d.sum(0)]
     d_rows = (d1 @ w1[: IDS * WIDTH].T).reshape(rows.shape)
     return float(loss.mean()), gradients, d_rows
+
+
+LOOP_SIDE = 200
+"""A step of the training loop's rows multiplies two matrices of so many rows and columns: 0.3 ms here, about."""

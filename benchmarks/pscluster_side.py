@@ -11,11 +11,12 @@ import argparse
 import contextlib
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from driver import THREADS, Handlers, serve, timed
-from model import ROWS, batches, dense_shapes, forward_and_backward
+from model import LOOP_SIDE, ROWS, batches, dense_shapes, forward_and_backward
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -184,6 +185,19 @@ class Bench:
         step, iterator = self._once(f"embedding{optimizer}", make)
         return self._run(n, step, (iterator,))
 
+    def loop(self, n: int, packing: int) -> float:
+        """An epoch of so many steps of a multiplication, by `fit`; 0 steps a function: its own choice."""
+
+        def make() -> tuple[Any, Any]:
+            return multiplication(), self.coordinator.create_per_worker_dataset(multiplied)
+
+        step, data = self._once("loop", make)
+        return timed(
+            lambda: self.coordinator.fit(
+                step, data, steps_per_epoch=n, steps_per_execution=packing or "auto", verbose=0
+            )
+        )
+
     # One client, one server
 
     def single(self, mib: int, n: int, push: bool) -> list[float]:
@@ -209,6 +223,17 @@ class Bench:
         return self.coordinator.schedule(client, args=(n, values)).fetch(timeout=300)
 
 
+def multiplied() -> Iterator[Any]:
+    """What the training loop's steps get."""
+    return itertools.repeat(np.full((LOOP_SIDE, LOOP_SIDE), 1 / LOOP_SIDE, np.float32))
+
+
+def multiplication() -> Callable[[Any], float]:
+    """A step of the training loop."""
+    matrix = next(multiplied())
+    return lambda element: float((element @ matrix).mean())
+
+
 def _nothing() -> None:
     pass
 
@@ -228,7 +253,7 @@ def main() -> None:
         import grpc
 
         bench = Bench(stack, options.ps, options.workers)
-        names = ("empty", "latency", "pull", "push", "many", "gather", "gather_update", "embedding", "single")
+        names = ("empty", "latency", "pull", "push", "many", "gather", "gather_update", "embedding", "loop", "single")
         handlers: dict[str, Any] = {name: getattr(bench, name) for name in (*names, "optimizer_names")}
         versions = {
             "pscluster": __version__,

@@ -110,6 +110,8 @@ TensorFlow's functions are traced by then.
 - **Sparse rows**: random ids of a table of a million rows; the same optimizer on both sides.
 - **Embedding model**: a million rows of 32, 26 uniform ids and 13 numbers an example, hidden layers of 256 and 128,
   batches of 512; ours in NumPy, TensorFlow's a traced function with its own gradients and kernels.
+- **Training loop**: an epoch of `fit` over data of each worker's own, each step a multiplication of two matrices;
+  beside it functions that TensorFlow's coordinator schedules, joins and fetches, of one step each, or 16 in a loop.
 - **One client, one server**: a worker reads or assigns one tensor; beside it a Python socket that sends from, and
   receives into, warm memory.
 - **Bare gRPC** is the limit: the same bytes between as many servers and workers, moved by Python's gRPC with nothing

@@ -169,6 +169,23 @@ def _sparse_rows() -> list[Row]:
     ]
 
 
+def _loop_rows() -> list[Row]:
+    n = {OURS: 3200, TENSORFLOW: 1600}
+    return [
+        Row(
+            f"loop-{key}",
+            f"training loop, steps of 0.3 ms, {what}",
+            "steps/s",
+            "loop",
+            n,
+            (((TENSORFLOW,), 1.0),),
+            _rate(1),
+            {"packing": packing},
+        )
+        for key, what, packing in (("1", "one a function", 1), ("packed", "several a function", 0))
+    ]
+
+
 def _single_rows() -> list[Row]:
     rows = []
     for mib, n in ((64, 6), (400, 2)):
@@ -442,6 +459,22 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             {"in turn": {"batches": 500 if quick else 2000, "rounds": 3 if quick else 7}},
             kept,
         )
+    if wanted("cost-packing"):
+
+        def packed(answers: dict[str, dict[str, float]]) -> tuple[str, bool]:
+            rates = answers["in turn"]
+            ratio, share = (rates["chosen"] / rates[way] for way in ("one step a function", "no dispatch"))
+            return f"{_listed(rates, ' steps/s')}; {ratio:.2f} x one step a function, {share:.3f} x no dispatch", (
+                share >= 0.98
+            )
+
+        bench.cost(
+            "a training loop with steps of 0.3 ms, by how many a function takes",
+            "0.98 x of no dispatch",
+            "packing",
+            {"in turn": {"steps": 2000 if quick else 8000, "rounds": 3 if quick else 7}},
+            packed,
+        )
 
 
 COSTS = (
@@ -455,11 +488,12 @@ COSTS = (
     "cost-durability",
     "cost-healing",
     "cost-data",
+    "cost-packing",
 )
 
 
 def main() -> int:
-    groups = [_dispatch_rows() + _dense_rows() + _sparse_rows(), _single_rows()]
+    groups = [_dispatch_rows() + _dense_rows() + _sparse_rows() + _loop_rows(), _single_rows()]
     keys = [row.key for rows in groups for row in rows] + list(COSTS)
     parser = argparse.ArgumentParser(description="Measure pscluster beside its peers.")
     parser.add_argument("--quick", action="store_true", help="less of everything, in two minutes")

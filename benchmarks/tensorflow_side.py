@@ -22,11 +22,12 @@ os.environ["GRPC_FAIL_FAST"] = "use_caller"  # without it a task that starts lat
 import numpy as np
 import tensorflow as tf
 from driver import Handlers, serve, timed
-from model import IDS, ROWS, WIDTH, batches, dense_shapes
+from model import IDS, LOOP_SIDE, ROWS, WIDTH, batches, dense_shapes
 
 INTER_OP = 8  # threads for kernels that wait: fewer than tasks can lock up
 INTRA_OP = 1
 LEARNING_RATE = 0.01
+LOOP_PACKING = 16  # steps a function, where nothing is said: ours come to about as many
 
 
 def serve_task(job: str, index: int, cluster: str) -> None:
@@ -272,6 +273,34 @@ class Bench:
         step, iterator = self._once(f"embedding{optimizer}", make)
         return self._run(n, step, (iterator,))
 
+    def loop(self, n: int, packing: int) -> float:
+        """So many steps of a multiplication, several a function."""
+        packing = packing or LOOP_PACKING
+
+        def make() -> tuple[Any, Any]:
+            matrix = np.full((LOOP_SIDE, LOOP_SIDE), 1 / LOOP_SIDE, np.float32)
+
+            @tf.function
+            def steps(iterator: Any) -> Any:
+                loss = tf.constant(0.0)
+                for _ in tf.range(packing):
+                    loss += tf.reduce_mean(next(iterator) @ matrix)
+                return loss
+
+            def dataset(context: Any = None) -> Any:
+                return tf.data.Dataset.from_tensors(matrix).repeat()
+
+            return steps, iter(self.coordinator.create_per_worker_dataset(dataset))
+
+        steps, iterator = self._once(f"loop{packing}", make)
+
+        def work() -> None:
+            values = [self.coordinator.schedule(steps, args=(iterator,)) for _ in range(n // packing)]
+            self.coordinator.join()
+            assert len(self.coordinator.fetch(values)) == n // packing
+
+        return timed(work)
+
 
 def parts_of(variable: Any) -> list[Any]:
     """A variable's shards; itself where it is whole."""
@@ -311,7 +340,18 @@ def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
     stack.callback(lambda: (time.sleep(0.1), os._exit(0)))
     children = stack.enter_context(contextlib.ExitStack())
     bench = Bench(children)
-    names = ("empty", "latency", "pull", "push", "many", "gather", "gather_update", "embedding", "optimizer_names")
+    names = (
+        "empty",
+        "latency",
+        "pull",
+        "push",
+        "many",
+        "gather",
+        "gather_update",
+        "embedding",
+        "loop",
+        "optimizer_names",
+    )
     return {name: getattr(bench, name) for name in names}, {"tensorflow": tf.__version__, "numpy": np.__version__}
 
 

@@ -1,4 +1,4 @@
-"""A training that is killed, or asked to end, and started again: each example once an epoch, and it goes on at the step."""
+"""A training that is killed or asked to end, and started again: each example once an epoch, from the step it was at."""
 
 from __future__ import annotations
 
