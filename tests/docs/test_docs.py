@@ -29,7 +29,7 @@ from tests.conftest import is_gone
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, errors
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["docs/variables.md", "docs/optimizers.md", "docs/checkpoints.md", "docs/datasets.md"]
+DOCUMENTS = ["docs/variables.md", "docs/optimizers.md", "docs/checkpoints.md", "docs/datasets.md", "docs/training.md"]
 TABLE = "| call | error | message |"
 
 RESULT = re.compile(r"# -> (.+)$")

@@ -104,8 +104,8 @@ class RemoteValue:
 
     def _fetch(self, left: float | None, timeout: float | None) -> Any:
         """Wait for `left` of the `timeout` seconds that the user gave."""
-        if self._status is RemoteValueStatus.NOT_READY:
-            self._wait(left, timeout)
+        if not self.wait(left):
+            raise WaitTimeoutError(f"{self._function} has no result after {timeout:g} s; it is still scheduled")
         if self._error is not None:
             raise self._error.with_traceback(None)  # else it would grow with every call
         if not self._decoded:
@@ -115,17 +115,20 @@ class RemoteValue:
             self._decoded.append(decode(self._message, attachments=attachments, resolve_handle=self._resolve_handle))
         return self._decoded[0]
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has a value, or an error. False if it has neither after so many seconds."""
+        return self._status is not RemoteValueStatus.NOT_READY or self._wait(timeout)
+
     def get(self, timeout: float | None = None) -> Any:
         """The value: the same as `fetch`."""
         return self.fetch(timeout)
 
-    def _wait(self, left: float | None, timeout: float | None) -> None:
+    def _wait(self, timeout: float | None) -> bool:
         with _events:
             if self._status is not RemoteValueStatus.NOT_READY:
-                return
+                return True
             event = self._event = self._event or threading.Event()
-        if not event.wait(left):
-            raise WaitTimeoutError(f"{self._function} has no result after {timeout:g} s; it is still scheduled")
+        return event.wait(timeout)
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self._function}: {self._status.value}>"

@@ -34,7 +34,7 @@ from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
 from pscluster.coordinator.training.plan import MEASURED, Plan, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
-from pscluster.core.errors import CancelledError, FunctionError, PsClusterError, WaitTimeoutError
+from pscluster.core.errors import CancelledError, FunctionError, PsClusterError
 from pscluster.ps.metrics import MetricLike
 from pscluster.worker.evaluation import by_name
 from pscluster.worker.training import StepLogs, logs_of_steps, nothing
@@ -389,21 +389,12 @@ class Fit:
         """Functions that have, after a while perhaps none; they are no longer pending."""
         if not self._pending:
             return []
-        oldest, _ = self._pending[0]
-        try:
-            oldest.fetch(LOOK_SECONDS)
-        except WaitTimeoutError:
-            if oldest.status is not RemoteValueStatus.NOT_READY:  # it is the step's own error
-                raise
-            ended = [each for each in self._pending if each[0].status is not RemoteValueStatus.NOT_READY]
-            self._pending = deque(each for each in self._pending if each not in ended)
-            return ended
-        except (FunctionError, CancelledError):
-            self._coordinator.join()  # raises the first error
-            raise
-        ended = [self._pending.popleft()]
-        while self._pending and self._pending[0][0].status is not RemoteValueStatus.NOT_READY:
-            ended.append(self._pending.popleft())
+        self._pending[0][0].wait(LOOK_SECONDS)
+        ended: list[tuple[RemoteValue, _Work]] = []
+        running: deque[tuple[RemoteValue, _Work]] = deque()
+        for each in self._pending:
+            (running if each[0].status is RemoteValueStatus.NOT_READY else ended).append(each)
+        self._pending = running
         return ended
 
     def _take(self, value: RemoteValue, work: _Work) -> None:
