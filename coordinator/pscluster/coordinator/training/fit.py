@@ -124,6 +124,7 @@ class _Distributed:
 
     @property
     def data(self) -> DistributedDataset:
+        self._with_data = steps_per_epoch is None  # then epochs end with those of the data, the first one too
         return self._data
 
     def begin(self, state: TrainingState) -> None:
@@ -135,9 +136,10 @@ class _Distributed:
         state.plan = self._plan.to_json()
 
     def begin_epoch(self) -> int:
+            self._plan.begun = 0 if self._with_data else self._plan.done(self.data.epoch, self.data.visited)
         epoch = self._state.epoch
         done = self._plan.done(self.data.epoch, self.data.visited) - epoch * self.per_epoch
-        self._plan.frontier = max(self._plan.frontier, epoch * self.per_epoch)
+        self._plan.begin_epoch(epoch)
         self._parts = self.data.cut(functools.partial(self._plan.stop_of, epoch))
         return min(max(0, done), self.per_epoch)
 
