@@ -92,6 +92,10 @@ class _Feed(Protocol):
         ...
 
     def size(self) -> int:
+    def give_back(self, work: _Work) -> None:
+        """No function was given this."""
+        ...
+
         """Steps of the next function."""
         ...
 
@@ -152,6 +156,9 @@ class _Distributed:
         return _Work((part,), part.name, units, places if self._counted else 0)
 
     def size(self) -> int:
+    def give_back(self, work: _Work) -> None:
+        work.args[0].release()
+
         return self._plan.size_at(self._plan.frontier)
 
     def resize(self, size: int) -> bool:
@@ -195,6 +202,9 @@ class _PerWorker:
         return _Work((self._iterator, steps), f"{steps} steps", steps)
 
     def size(self) -> int:
+    def give_back(self, work: _Work) -> None:
+        self._left += work.units
+
         return self._size
 
     def resize(self, size: int) -> bool:
@@ -379,10 +389,15 @@ class Fit:
                 if work is None:
                     more = False
                     break
-                for _ in range(work.units if self._callbacks.wants_begin else 0):
-                    self._callbacks.on_train_batch_begin(scheduled)
-                    scheduled += 1
-                self._pending.append((self._coordinator.schedule(self._run, args=work.args), work))
+                try:
+                    for _ in range(work.units if self._callbacks.wants_begin else 0):
+                        self._callbacks.on_train_batch_begin(scheduled)
+                        scheduled += 1
+                    value = self._coordinator.schedule(self._run, args=work.args)
+                except BaseException:
+                    self._feed.give_back(work)  # whoever keeps the error keeps it, and nobody would be given it
+                    raise
+                self._pending.append((value, work))
             for value, done in self._ended():
                 self._take(value, done)
             self._keep_now_and_then()
