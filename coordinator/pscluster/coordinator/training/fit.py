@@ -34,6 +34,7 @@ from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
 from pscluster.coordinator.training.plan import MEASURED, Plan, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
+from pscluster.core.definitions import name_of
 from pscluster.core.errors import CancelledError, FunctionError, PsClusterError, WaitTimeoutError
 from pscluster.ps.metrics import MetricLike
 from pscluster.worker.evaluation import by_name
@@ -91,11 +92,11 @@ class _Feed(Protocol):
         """What the next function takes; None at the epoch's end."""
         ...
 
-    def size(self) -> int:
     def give_back(self, work: _Work) -> None:
         """No function was given this."""
         ...
 
+    def size(self) -> int:
         """Steps of the next function."""
         ...
 
@@ -123,24 +124,24 @@ class _Distributed:
         self.unit = "step" if shape.counted else "file"
         self._counted = shape.counted
         self.per_epoch = steps_per_epoch or shape.elements * (shape.epochs or 1)
+        self._with_data = steps_per_epoch is None  # then epochs end with those of the data, the first one too
         self._plan = Plan(shape.elements, shape.places, shape.kept, 0, self.per_epoch)
         self._parts: Iterator[DataPart] = iter(())
 
     @property
     def data(self) -> DistributedDataset:
-        self._with_data = steps_per_epoch is None  # then epochs end with those of the data, the first one too
         return self._data
 
     def begin(self, state: TrainingState) -> None:
         self._state = state
         if state.plan is None:
             self._plan.first = self.data.epoch
+            self._plan.begun = 0 if self._with_data else self._plan.done(self.data.epoch, self.data.visited)
         else:
             self._plan.load(state.plan)
         state.plan = self._plan.to_json()
 
     def begin_epoch(self) -> int:
-            self._plan.begun = 0 if self._with_data else self._plan.done(self.data.epoch, self.data.visited)
         epoch = self._state.epoch
         done = self._plan.done(self.data.epoch, self.data.visited) - epoch * self.per_epoch
         self._plan.begin_epoch(epoch)
@@ -155,10 +156,10 @@ class _Distributed:
         units = -(-places // self.data.shape.places)
         return _Work((part,), part.name, units, places if self._counted else 0)
 
-    def size(self) -> int:
     def give_back(self, work: _Work) -> None:
         work.args[0].release()
 
+    def size(self) -> int:
         return self._plan.size_at(self._plan.frontier)
 
     def resize(self, size: int) -> bool:
@@ -201,10 +202,10 @@ class _PerWorker:
         self._left -= steps
         return _Work((self._iterator, steps), f"{steps} steps", steps)
 
-    def size(self) -> int:
     def give_back(self, work: _Work) -> None:
         self._left += work.units
 
+    def size(self) -> int:
         return self._size
 
     def resize(self, size: int) -> bool:
@@ -263,6 +264,7 @@ class Fit:
                 return logs_of_steps(step, iterator, steps)
 
             self._run = run_some_steps
+        self._run.__qualname__ = name_of(step)  # in errors, and in the name of the work
         self._packing = steps_per_execution
         self._workers = len(coordinator.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
         steps = self._feed.per_epoch if self._feed.unit == "step" else None
@@ -291,7 +293,9 @@ class Fit:
                     self._interrupt()
                     if interrupted.raised is not None:
                         raise interrupted.raised from None
-                except Exception:
+                except BaseException as error:
+                    if isinstance(error, KeyboardInterrupt) and self._interrupts.asked is not None:
+                        raise  # the second one: nothing is waited for
                     with contextlib.suppress(PsClusterError):
                         self._coordinator.cancel_waiting()
                     raise
@@ -384,7 +388,9 @@ class Fit:
             if self._training.stop_training:
                 self._stop()
                 return
-            while more and len(self._pending) < most_ahead(self._function_seconds, self._workers):
+            # Before their size is settled no more than are measured: the others would be too small ones.
+            seconds = self._function_seconds if self._settled else None
+            while more and len(self._pending) < most_ahead(seconds, self._workers):
                 work = self._feed.next()
                 if work is None:
                     more = False
@@ -409,15 +415,13 @@ class Fit:
         oldest, _ = self._pending[0]
         try:
             oldest.fetch(LOOK_SECONDS)
+        except (FunctionError, CancelledError):  # first, for a step may have raised a WaitTimeoutError of its own
+            self._coordinator.join()  # raises the first error
+            raise
         except WaitTimeoutError:
-            if oldest.status is not RemoteValueStatus.NOT_READY:  # it is the step's own error
-                raise
             ended = [each for each in self._pending if each[0].status is not RemoteValueStatus.NOT_READY]
             self._pending = deque(each for each in self._pending if each not in ended)
             return ended
-        except (FunctionError, CancelledError):
-            self._coordinator.join()  # raises the first error
-            raise
         ended = [self._pending.popleft()]
         while self._pending and self._pending[0][0].status is not RemoteValueStatus.NOT_READY:
             ended.append(self._pending.popleft())
