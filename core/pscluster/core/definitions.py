@@ -107,7 +107,7 @@ def capture(function: Any) -> CapturedFunction:
     """
     if not callable(function):
         raise TypeError(f"{describe(function)} can't be scheduled: pass a function")
-    name = _name_of(function)
+    name = name_of(function)
     reference = _reference_to(function)
     if reference is not None:
         return CapturedFunction(reference.digest, name, reference, function, _origin(function))
@@ -138,7 +138,7 @@ def needs_definition(cls: type) -> bool:
     return not is_library(cls.__module__)
 
 
-def _name_of(function: Any) -> str:
+def name_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__qualname__", None) or type(function).__qualname__

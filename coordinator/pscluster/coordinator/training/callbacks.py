@@ -142,6 +142,11 @@ class CallbackList(Callback):
     """
 
     def __init__(self, callbacks: Iterable[Callback], coordinator: ClusterCoordinator, **params: Any) -> None:
+        if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+            raise TypeError(
+                "callbacks are a list of instances of pscluster.coordinator.callbacks.Callback, not "
+                f"a {type(callbacks).__name__}"
+            )
         self.callbacks = list(callbacks)
         for each in self.callbacks:
             if not isinstance(each, Callback):

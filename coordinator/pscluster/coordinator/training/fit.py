@@ -91,6 +91,10 @@ class _Feed(Protocol):
         """What the next function takes; None at the epoch's end."""
         ...
 
+    def give_back(self, work: _Work) -> None:
+        """No function was given this."""
+        ...
+
     def size(self) -> int:
         """Steps of the next function."""
         ...
@@ -119,6 +123,7 @@ class _Distributed:
         self.unit = "step" if shape.counted else "file"
         self._counted = shape.counted
         self.per_epoch = steps_per_epoch or shape.elements * (shape.epochs or 1)
+        self._with_data = steps_per_epoch is None  # then epochs end with those of the data, the first one too
         self._plan = Plan(shape.elements, shape.places, shape.kept, 0, self.per_epoch)
         self._parts: Iterator[DataPart] = iter(())
 
@@ -130,6 +135,7 @@ class _Distributed:
         self._state = state
         if state.plan is None:
             self._plan.first = self.data.epoch
+            self._plan.begun = 0 if self._with_data else self._plan.done(self.data.epoch, self.data.visited)
         else:
             self._plan.load(state.plan)
         state.plan = self._plan.to_json()
@@ -137,7 +143,7 @@ class _Distributed:
     def begin_epoch(self) -> int:
         epoch = self._state.epoch
         done = self._plan.done(self.data.epoch, self.data.visited) - epoch * self.per_epoch
-        self._plan.frontier = max(self._plan.frontier, epoch * self.per_epoch)
+        self._plan.begin_epoch(epoch)
         self._parts = self.data.cut(functools.partial(self._plan.stop_of, epoch))
         return min(max(0, done), self.per_epoch)
 
@@ -148,6 +154,9 @@ class _Distributed:
         places = part.stop - part.start
         units = -(-places // self.data.shape.places)
         return _Work((part,), part.name, units, places if self._counted else 0)
+
+    def give_back(self, work: _Work) -> None:
+        work.args[0].release()
 
     def size(self) -> int:
         return self._plan.size_at(self._plan.frontier)
@@ -191,6 +200,9 @@ class _PerWorker:
             return None
         self._left -= steps
         return _Work((self._iterator, steps), f"{steps} steps", steps)
+
+    def give_back(self, work: _Work) -> None:
+        self._left += work.units
 
     def size(self) -> int:
         return self._size
@@ -251,6 +263,7 @@ class Fit:
                 return logs_of_steps(step, iterator, steps)
 
             self._run = run_some_steps
+        self._run.__qualname__ = name_of(step)  # in errors, and in the name of the work
         self._packing = steps_per_execution
         self._workers = len(coordinator.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
         steps = self._feed.per_epoch if self._feed.unit == "step" else None
@@ -279,7 +292,9 @@ class Fit:
                     self._interrupt()
                     if interrupted.raised is not None:
                         raise interrupted.raised from None
-                except Exception:
+                except BaseException as error:
+                    if isinstance(error, KeyboardInterrupt) and self._interrupts.asked is not None:
+                        raise  # the second one: nothing is waited for
                     with contextlib.suppress(PsClusterError):
                         self._coordinator.cancel_waiting()
                     raise
@@ -372,15 +387,22 @@ class Fit:
             if self._training.stop_training:
                 self._stop()
                 return
-            while more and len(self._pending) < most_ahead(self._function_seconds, self._workers):
+            # Before their size is settled no more than are measured: the others would be too small ones.
+            seconds = self._function_seconds if self._settled else None
+            while more and len(self._pending) < most_ahead(seconds, self._workers):
                 work = self._feed.next()
                 if work is None:
                     more = False
                     break
-                for _ in range(work.units if self._callbacks.wants_begin else 0):
-                    self._callbacks.on_train_batch_begin(scheduled)
-                    scheduled += 1
-                self._pending.append((self._coordinator.schedule(self._run, args=work.args), work))
+                try:
+                    for _ in range(work.units if self._callbacks.wants_begin else 0):
+                        self._callbacks.on_train_batch_begin(scheduled)
+                        scheduled += 1
+                    value = self._coordinator.schedule(self._run, args=work.args)
+                except BaseException:
+                    self._feed.give_back(work)  # whoever keeps the error keeps it, and nobody would be given it
+                    raise
+                self._pending.append((value, work))
             for value, done in self._ended():
                 self._take(value, done)
             self._keep_now_and_then()

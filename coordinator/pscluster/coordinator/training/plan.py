@@ -39,7 +39,8 @@ class Plan:
         kept: places of an epoch.
         first: the epoch of the data in which the training begins.
         per_epoch: elements of an epoch of the training.
-        cuts: (from this element on, so many a function), rising.
+        cuts: (from this element on, so many a function), rising. Elements count from the begin of the epoch `first`.
+        begun: elements of that epoch that were visited before the training, which has its first epoch behind them.
     """
 
     elements: int
@@ -48,6 +49,7 @@ class Plan:
     first: int
     per_epoch: int
     cuts: list[tuple[int, int]] = field(default_factory=list)
+    begun: int = 0
     frontier: int = 0
     """Behind the last element that was handed out."""
 
@@ -73,7 +75,7 @@ class Plan:
         """
         before = (epoch - self.first) * self.elements
         element = before + start // self.places
-        end = (training_epoch + 1) * self.per_epoch
+        end = self.begun + (training_epoch + 1) * self.per_epoch
         if element >= end:
             return start
         following = (other for other, _ in self.cuts if other > element)
@@ -81,17 +83,22 @@ class Plan:
         self.frontier = max(self.frontier, stop)
         return min((stop - before) * self.places, self.kept)
 
+    def begin_epoch(self, training_epoch: int) -> None:
+        """Nothing of it was handed out; or it is gone on with, and its sizes stay as they are."""
+        self.frontier = max(self.frontier, self.begun + training_epoch * self.per_epoch)
+
     def done(self, epoch: int, visited: int) -> int:
-        """Elements that were taken, where all epochs of the data before this one and so many places of it were."""
-        return max(0, (epoch - self.first) * self.elements + math.ceil(visited / self.places))
+        """Elements that the training took, if all epochs of the data before this one and so many places of it were
+        visited."""
+        return max(0, (epoch - self.first) * self.elements + math.ceil(visited / self.places) - self.begun)
 
     def to_json(self) -> dict[str, Any]:
         """What has to be the same when the training goes on."""
-        return {"first": self.first, "cuts": [list(cut) for cut in self.cuts]}
+        return {"first": self.first, "begun": self.begun, "cuts": [list(cut) for cut in self.cuts]}
 
     def load(self, found: dict[str, Any]) -> None:
         """Go on with this."""
-        self.first = found["first"]
+        self.first, self.begun = found["first"], found["begun"]
         self.cuts = [(start, size) for start, size in found["cuts"]]
 
 

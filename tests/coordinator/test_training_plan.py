@@ -1,0 +1,246 @@
+"""Where a training is cut into functions: whole epochs, the same cuts for whoever goes on, sizes by measured times."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from pscluster.coordinator.training.plan import (
+    DISPATCH_SHARE,
+    FUNCTIONS_A_WORKER,
+    MOST_QUEUED,
+    Plan,
+    best_size,
+    most_ahead,
+)
+from pscluster.coordinator.visits import Visits
+
+Part = tuple[int, int, int, int]
+"""Of a training's epoch, of the data's epoch: from this place to that one."""
+
+
+@dataclass
+class Data:
+    """Epochs of so many places, an element of which takes so many."""
+
+    length: int
+    places: int
+    first: int = 0
+    begun: int = 0
+    visits: Visits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.visits = Visits(self.length, self.length)
+        self.visits.load({"length": self.length, "epoch": self.first, "visited": {}})
+
+    @property
+    def elements(self) -> int:
+        """Of an epoch."""
+        return -(-self.length // self.places)
+
+    def plan(self, per_epoch: int) -> Plan:
+        """Of a training that begins here."""
+        return Plan(self.elements, self.places, self.length, self.first, per_epoch, begun=self.begun)
+
+    def element(self, epoch: int, place: int) -> int:
+        """Its number, from the one at which the training began."""
+        return (epoch - self.first) * self.elements + place // self.places - self.begun
+
+    def take(self, plan: Plan, training_epoch: int) -> Part | None:
+        """What the next function gets."""
+        epoch = self.visits.unfinished
+        found = self.visits.take(epoch, lambda start: plan.stop_of(training_epoch, epoch, start))
+        return None if found is None else (training_epoch, epoch, *found)
+
+
+@st.composite
+def datas(draw: st.DrawFn) -> Data:
+    """Of a few elements, the last one perhaps smaller than the others; begun with already, in mid-epoch perhaps."""
+    data = Data(draw(st.integers(1, 30)), draw(st.integers(1, 4)), draw(st.integers(0, 2)))
+    data.begun = draw(st.integers(0, data.elements - 1))
+    data.visits.commit(data.first, 0, data.begun * data.places)
+    return data
+
+
+CHANGES = st.dictionaries(st.integers(0, 40), st.integers(1, 9), max_size=4)
+"""Before which function the size of functions changes, and to what."""
+
+
+def all_parts(data: Data, plan: Plan, epochs: int, changes: dict[int, int]) -> list[Part]:
+    """What is handed out, in order."""
+    parts: list[Part] = []
+    for training_epoch in range(epochs):
+        plan.begin_epoch(training_epoch)
+        while True:
+            if len(parts) in changes:
+                plan.change(changes[len(parts)])
+            part = data.take(plan, training_epoch)
+            if part is None:
+                break
+            parts.append(part)
+    return parts
+
+
+@given(datas(), st.integers(1, 40), st.integers(1, 3), CHANGES)
+def test_parts_tile_each_epoch(data: Data, per_epoch: int, epochs: int, changes: dict[int, int]) -> None:
+    """One behind the other, none across the end of an epoch of the data or of the training, whatever the sizes."""
+    plan = data.plan(per_epoch)
+    parts = all_parts(data, plan, epochs, changes)
+    elements = [data.element(epoch, place) for _, epoch, start, stop in parts for place in range(start, stop)]
+    assert elements == sorted(elements)
+    assert sorted(set(elements)) == list(range(epochs * per_epoch)), "no element is left out, none is too many"
+    places = [(epoch, place) for _, epoch, start, stop in parts for place in range(start, stop)]
+    assert len(places) == len(set(places))
+    for training_epoch, epoch, start, stop in parts:
+        first, last = data.element(epoch, start), data.element(epoch, stop - 1)
+        assert first // per_epoch == last // per_epoch == training_epoch
+        assert start % data.places == 0
+        assert stop % data.places == 0 or stop == data.length, "elements stay whole"
+
+
+@given(datas(), st.integers(1, 40), st.integers(1, 3), CHANGES)
+def test_sizes(data: Data, per_epoch: int, epochs: int, changes: dict[int, int]) -> None:
+    """As of a part's first element; smaller only before an epoch's end, or where another size begins."""
+    plan = data.plan(per_epoch)
+    parts = all_parts(data, plan, epochs, changes)
+    begins = {start - data.begun for start, _ in plan.cuts}
+    for training_epoch, epoch, start, stop in parts:
+        first, after = data.element(epoch, start), data.element(epoch, stop - 1) + 1
+        size = plan.size_at(first + data.begun)
+        assert after - first <= size
+        ends = after == (training_epoch + 1) * per_epoch or stop == data.length or after in begins
+        assert after - first == size or ends
+
+
+@given(datas(), st.integers(1, 40), st.integers(1, 3), CHANGES, st.data())
+def test_who_goes_on_cuts_the_same(
+    data: Data, per_epoch: int, epochs: int, changes: dict[int, int], choice: st.DataObject
+) -> None:
+    """Some parts were done, in any order, others were only handed out: those are given out again, with the same cuts.
+
+    A function's name is made of them: other cuts would be other pieces of work, and count beside these.
+    """
+    state = data.visits.state()
+    plan = data.plan(per_epoch)
+    parts = all_parts(data, plan, epochs, changes)
+    training_epoch = choice.draw(st.integers(0, epochs - 1))
+    mine = [part for part in parts if part[0] == training_epoch]
+    done = choice.draw(st.sets(st.sampled_from(mine))) if mine else set()
+    again = Data(data.length, data.places, data.first, data.begun)
+    again.visits.load(json.loads(json.dumps(state)))
+    for part in parts:
+        if part[0] < training_epoch or part in done:
+            again.visits.commit(*part[1:])
+    found = again.plan(per_epoch)
+    found.first = found.begun = 99
+    found.load(json.loads(json.dumps(plan.to_json())))
+    found.begin_epoch(training_epoch)
+    left = list(iter(lambda: again.take(found, training_epoch), None))
+    assert left == [part for part in mine if part not in done]
+    visited = sum(-(-(stop - start) // data.places) for _, _, start, stop in done)
+    epoch, places = again.visits.epoch, again.visits.visited(again.visits.epoch)
+    earlier = {epoch for _, epoch, _, _ in mine} == {epoch}  # of one epoch of the data, it is exact
+    assert not earlier or found.done(epoch, places) == training_epoch * per_epoch + visited
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=6))
+def test_a_change_moves_nothing_that_was_handed_out(changes: list[tuple[int, int]]) -> None:
+    """Sizes of elements before the frontier stay, whatever comes; and it is said whether something has changed."""
+    data = Data(50, 1)
+    plan = data.plan(50)
+    for size, takes in changes:
+        before = [plan.size_at(element) for element in range(plan.frontier)]
+        known, cuts = plan.size_at(plan.frontier), list(plan.cuts)
+        assert plan.change(size) == (size != known)
+        assert size != known or plan.cuts == cuts
+        assert [plan.size_at(element) for element in range(plan.frontier)] == before
+        assert plan.size_at(plan.frontier) == plan.size_at(10**9) == size
+        for _ in range(takes):
+            data.take(plan, 0)
+    starts = [start for start, _ in plan.cuts]
+    assert starts == sorted(set(starts))
+
+
+def test_a_change_from_a_later_element_on() -> None:
+    """A function before it ends there; one that begins there has the new size."""
+    data = Data(20, 1)
+    plan = data.plan(20)
+    plan.change(4)
+    assert plan.change(3, 6)
+    parts = all_parts(data, plan, 1, {})
+    assert [stop - start for _, _, start, stop in parts] == [4, 2, 3, 3, 3, 3, 2]
+
+
+def test_what_is_of_a_later_epoch() -> None:
+    """It is not given out: the place itself says so."""
+    plan = Plan(elements=4, places=2, kept=7, first=3, per_epoch=4)
+    assert plan.stop_of(0, 3, 6) == 7
+    assert plan.stop_of(0, 4, 0) == 0
+    assert plan.stop_of(1, 4, 0) == 2
+    assert plan.done(3, 0) == 0
+    assert plan.done(3, 7) == plan.done(4, 0) == 4
+    assert plan.done(2, 5) == 0, "a checkpoint of before"
+
+
+# How many steps
+
+
+@given(
+    st.lists(st.floats(0, 10), min_size=1, max_size=64),
+    st.floats(0, 0.1),
+    st.none() | st.integers(1, 10**6),
+    st.integers(1, 64),
+)
+def test_the_best_size(seconds: list[float], dispatch: float, per_epoch: int | None, workers: int) -> None:
+    """The smallest with which handing out takes its share at most; but each worker has several functions an epoch."""
+    size = best_size(seconds, dispatch, per_epoch, workers)
+    typical = max(sorted(seconds)[len(seconds) // 2], 1e-7)
+    assert size >= 1
+    most = max(1, per_epoch // (workers * FUNCTIONS_A_WORKER)) if per_epoch is not None else None
+    assert most is None or size <= most
+    if size != most:
+        assert dispatch <= DISPATCH_SHARE * typical * size * (1 + 1e-9)
+    if size > 1:
+        assert dispatch >= DISPATCH_SHARE * typical * (size - 1) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("step", "dispatch", "per_epoch", "workers", "size"),
+    [
+        (0.001, 0.0001, None, 2, 5),
+        (0.001, 0.0001, 16, 2, 2),
+        (0.001, 0.0001, 5, 2, 1),
+        (0.1, 0.0001, 1000, 2, 1),
+        (0.0, 0.0, None, 1, 1),
+    ],
+)
+def test_sizes_by_example(step: float, dispatch: float, per_epoch: int | None, workers: int, size: int) -> None:
+    """Handing out takes a tenth of a millisecond."""
+    assert best_size([step] * 9, dispatch, per_epoch, workers) == size
+
+
+def test_one_slow_step_does_not_matter() -> None:
+    """Nor do a few: the first ones, in which a framework compiles."""
+    assert best_size([9.0] * 3 + [0.001] * 6, 0.0001, None, 1) == best_size([0.001], 0.0001, None, 1)
+
+
+@given(st.none() | st.floats(0, 100), st.integers(1, 64))
+def test_how_many_are_scheduled(seconds: float | None, workers: int) -> None:
+    """Two a worker at least, as long as that is not too many; the shorter they are, the more."""
+    count = most_ahead(seconds, workers)
+    assert 2 * workers <= count <= MOST_QUEUED
+    if seconds is not None:
+        assert count >= most_ahead(2 * seconds, workers)
+        assert seconds * (count / workers - 2) <= 0.2 * (1 + 1e-9)
+
+
+def test_sizes_hold_from_their_elements_on() -> None:
+    """Before the first one it is one step."""
+    plan = Plan(100, 1, 100, 0, 100, cuts=[(10, 3), (40, 7)])
+    sizes = [(size, len(list(run))) for size, run in itertools.groupby(plan.size_at(each) for each in range(100))]
+    assert sizes == [(1, 10), (3, 30), (7, 60)]
