@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -33,6 +34,12 @@ class Data:
     first: int = 0
     begun: int = 0
     visits: Visits = field(init=False)
+    sizes: list[int] = field(default_factory=list)
+    """That were wanted for the parts, as they were taken."""
+    begins: set[int] = field(default_factory=set)
+    """Elements from which on a size was wanted."""
+    kept: list[dict[str, Any]] = field(default_factory=list)
+    """The plan at the end of each epoch."""
 
     def __post_init__(self) -> None:
         self.visits = Visits(self.length, self.length)
@@ -45,7 +52,9 @@ class Data:
 
     def plan(self, per_epoch: int) -> Plan:
         """Of a training that begins here."""
-        return Plan(self.elements, self.places, self.length, self.first, per_epoch, begun=self.begun)
+        plan = Plan("data", self.elements, self.places, self.length, per_epoch)
+        plan.begin((self.first, self.begun), 0)
+        return plan
 
     def element(self, epoch: int, place: int) -> int:
         """Its number, from the one at which the training began."""
@@ -54,7 +63,16 @@ class Data:
     def take(self, plan: Plan, training_epoch: int) -> Part | None:
         """What the next function gets."""
         epoch = self.visits.unfinished
-        found = self.visits.take(epoch, lambda start: plan.stop_of(training_epoch, epoch, start))
+        self.begins |= {start for start, _ in plan.cuts}
+
+        def stop_of(start: int) -> int:
+            size = plan.size_at(self.element(epoch, start))
+            stop = plan.stop_of(training_epoch, epoch, start)
+            if stop > start:
+                self.sizes.append(size)
+            return stop
+
+        found = self.visits.take(epoch, stop_of)
         return None if found is None else (training_epoch, epoch, *found)
 
 
@@ -83,6 +101,7 @@ def all_parts(data: Data, plan: Plan, epochs: int, changes: dict[int, int]) -> l
             if part is None:
                 break
             parts.append(part)
+        data.kept.append(json.loads(json.dumps(plan.to_json())))
     return parts
 
 
@@ -108,12 +127,10 @@ def test_sizes(data: Data, per_epoch: int, epochs: int, changes: dict[int, int])
     """As of a part's first element; smaller only before an epoch's end, or where another size begins."""
     plan = data.plan(per_epoch)
     parts = all_parts(data, plan, epochs, changes)
-    begins = {start - data.begun for start, _ in plan.cuts}
-    for training_epoch, epoch, start, stop in parts:
+    for (training_epoch, epoch, start, stop), size in zip(parts, data.sizes, strict=True):
         first, after = data.element(epoch, start), data.element(epoch, stop - 1) + 1
-        size = plan.size_at(first + data.begun)
         assert after - first <= size
-        ends = after == (training_epoch + 1) * per_epoch or stop == data.length or after in begins
+        ends = after == (training_epoch + 1) * per_epoch or stop == data.length or after in data.begins
         assert after - first == size or ends
 
 
@@ -137,8 +154,9 @@ def test_who_goes_on_cuts_the_same(
         if part[0] < training_epoch or part in done:
             again.visits.commit(*part[1:])
     found = again.plan(per_epoch)
-    found.first = found.begun = 99
-    found.load(json.loads(json.dumps(plan.to_json())))
+    found.origin = 99, 99
+    assert found.fits(data.kept[training_epoch])
+    found.load(data.kept[training_epoch])
     found.begin_epoch(training_epoch)
     left = list(iter(lambda: again.take(found, training_epoch), None))
     assert left == [part for part in mine if part not in done]
@@ -166,25 +184,34 @@ def test_a_change_moves_nothing_that_was_handed_out(changes: list[tuple[int, int
     assert starts == sorted(set(starts))
 
 
-def test_a_change_from_a_later_element_on() -> None:
-    """A function before it ends there; one that begins there has the new size."""
-    data = Data(20, 1)
-    plan = data.plan(20)
-    plan.change(4)
-    assert plan.change(3, 6)
-    parts = all_parts(data, plan, 1, {})
-    assert [stop - start for _, _, start, stop in parts] == [4, 2, 3, 3, 3, 3, 2]
-
-
 def test_what_is_of_a_later_epoch() -> None:
     """It is not given out: the place itself says so."""
-    plan = Plan(elements=4, places=2, kept=7, first=3, per_epoch=4)
+    plan = Plan("data", elements=4, places=2, kept=7, per_epoch=4)
+    plan.begin((3, 0), 0)
     assert plan.stop_of(0, 3, 6) == 7
     assert plan.stop_of(0, 4, 0) == 0
     assert plan.stop_of(1, 4, 0) == 2
     assert plan.done(3, 0) == 0
     assert plan.done(3, 7) == plan.done(4, 0) == 4
     assert plan.done(2, 5) == 0, "a checkpoint of before"
+
+
+def test_it_begins_in_the_middle() -> None:
+    """Of its own, too: what is cut otherwise than before has its first element behind what was done."""
+    plan = Plan("data", elements=10, places=3, kept=30, per_epoch=6)
+    plan.begin((2, 5), 14)
+    assert [plan.done(2, 15), plan.done(2, 30), plan.done(3, 3)] == [14, 19, 20]
+    plan.change(9)
+    assert plan.stop_of(2, 2, 15) == 27, "up to the end of the third epoch, the element 18"
+    assert plan.stop_of(2, 2, 3) == 27, "what was left of the data before is cut as large"
+
+
+@pytest.mark.parametrize("change", [{"name": "other"}, {"elements": 5}, {"places": 3}, {"kept": 8}, {"per_epoch": 3}])
+def test_other_pieces(change: dict[str, Any]) -> None:
+    """They are told from these."""
+    plan = Plan("data", elements=4, places=2, kept=7, per_epoch=4)
+    assert plan.fits(plan.to_json())
+    assert not plan.fits(plan.to_json() | change)
 
 
 # How many steps
@@ -241,6 +268,6 @@ def test_how_many_are_scheduled(seconds: float | None, workers: int) -> None:
 
 def test_sizes_hold_from_their_elements_on() -> None:
     """Before the first one it is one step."""
-    plan = Plan(100, 1, 100, 0, 100, cuts=[(10, 3), (40, 7)])
+    plan = Plan("data", 100, 1, 100, 100, cuts=[(10, 3), (40, 7)])
     sizes = [(size, len(list(run))) for size, run in itertools.groupby(plan.size_at(each) for each in range(100))]
     assert sizes == [(1, 10), (3, 30), (7, 60)]

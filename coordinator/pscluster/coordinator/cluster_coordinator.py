@@ -81,7 +81,8 @@ class ClusterCoordinator:
             self._captured = {}
             self._classes = {}
             self._resources = itertools.count(1)
-            self._trainings = itertools.count(1)
+            self.trainings_ended = 0
+            self._training = threading.Lock()
             self._iterators = weakref.WeakValueDictionary()
             strategy._coordinator = self
             strategy.positions = Positions(strategy, self._send_pipeline)
@@ -92,7 +93,8 @@ class ClusterCoordinator:
     _captured: dict[int, tuple[weakref.ref[Any], dict[Any, CapturedFunction]]]
     _classes: dict[type, CapturedFunction]
     _resources: itertools.count[int]
-    _trainings: itertools.count[int]
+    trainings_ended: int
+    _training: threading.Lock
     _iterators: weakref.WeakValueDictionary[str, PerWorkerIterator]
 
     def schedule(
@@ -231,12 +233,12 @@ class ClusterCoordinator:
         """
         self._dispatcher.join(timeout)
 
-    def cancel_waiting(self) -> int:
-        """Cancel all functions that no worker has begun, once those that run have ended; how many.
+    def cancel_waiting(self, values: Iterable[RemoteValue]) -> int:
+        """Cancel those of these functions that no worker has begun, once all that run have ended; how many.
 
         Their RemoteValues raise CancelledError.
         """
-        return self._dispatcher.cancel_waiting()
+        return self._dispatcher.cancel_waiting(values)
 
     def explain(self) -> str:
         """What is waited for, by whom and since when, in a few lines: for a job that seems to hang.
@@ -431,7 +433,6 @@ class ClusterCoordinator:
             raise ValueError(f"verbose is {verbose!r}; it must be 0, 1, 2 or 'auto'")
         training = Fit(
             self,
-            next(self._trainings),
             step,
             data,
             epochs=epochs,
@@ -441,7 +442,12 @@ class ClusterCoordinator:
             callbacks=callbacks,
             verbose=1 if verbose == "auto" else int(verbose),
         )
-        return training.run()
+        if not self._training.acquire(blocking=False):
+            raise MisuseError("a training of this coordinator goes on: wait for its end, or train in one thread")
+        try:
+            return training.run()
+        finally:
+            self._training.release()
 
     @property
     def workers_up(self) -> int:

@@ -215,7 +215,7 @@ class Dispatcher:
         self._wake_asked = False
         self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
-        self._paused = 0
+        self._pauses: set[object] = set()
         self._alone: int | None = None  # the thread that alone may schedule
         self._keys: set[int] = set()  # of functions that are scheduled and have not ended
         self._to_forget: set[int] = set()  # keys
@@ -283,6 +283,8 @@ class Dispatcher:
             self._scheduler.add(task)
             if call.key:
                 self._keys.add(call.key)
+                for keys in (self._to_forget, *self._forgotten):  # a checkpoint was restored: it is work again
+                    keys.discard(call.key)
             if free is not None and not self._hand_over(free):
                 self._ask_to_wake()
 
@@ -307,7 +309,7 @@ class Dispatcher:
         Ctrl-C before the worker is said to have it: it is given again, and what it does counts once.
         """
         link, connection = self._links[index], self._links[index].connection
-        if not link.hungry or link.leaving or self._paused or not set(self._resources) <= link.built:
+        if not link.hungry or link.leaving or self._pauses or not set(self._resources) <= link.built:
             return False
         tasks = self._scheduler.offer(index)
         if connection is None or not 0 < len(tasks) <= AT_ONCE or not all(self._is_ready(link, task) for task in tasks):
@@ -360,10 +362,9 @@ class Dispatcher:
         Raises:
             WaitTimeoutError: some still run after so many seconds; the message names them. They go on.
         """
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, object()
         try:
-            with self._lock:
-                self._paused += 1
+            self._pauses.add(pause)  # a set: wherever Ctrl-C strikes, it is taken out as often as it was put in
             self._loop.call_soon_threadsafe(self._recall_all, False)
             with self._lock:
                 while self._scheduler.in_flight:
@@ -373,15 +374,21 @@ class Dispatcher:
                     self._changed.wait(left)
             yield
         finally:
-            with self._lock:
-                self._paused -= 1
+            self._pauses.discard(pause)
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._wake_all)
 
-    def cancel_waiting(self) -> int:
-        """Cancel what no worker has begun; how many. Waits for what runs."""
-        with self.paused(), self._lock:
-            cancelled = self._scheduler.cancel_waiting()
+    def cancel_waiting(self, values: Iterable[RemoteValue]) -> int:
+        """Cancel those of these functions that no worker has begun; how many. Waits for what runs, whosever it is."""
+        wanted = list(values)
+        with self.paused():
+            # On the loop's thread, where no Ctrl-C strikes.
+            return asyncio.run_coroutine_threadsafe(self._cancel_waiting(wanted), self._loop).result()
+
+    async def _cancel_waiting(self, values: Sequence[RemoteValue]) -> int:
+        wanted = set(map(id, values))
+        with self._changed:
+            cancelled = self._scheduler.cancel_waiting(lambda task: id(task.payload.result()) in wanted)
             self._settle_cancelled(cancelled)
             self._changed.notify_all()
         return len(cancelled)
@@ -458,7 +465,7 @@ class Dispatcher:
                     lines.append(f"{link.peer}: {name}{others}; nothing came or went for {now - link.heard:.0f} s")
                 elif not link.up:
                     lines.append(f"{link.peer}: not there: {link.why}")
-            if self._paused:
+            if self._pauses:
                 lines.append("a checkpoint is made: no function is handed out meanwhile")
         lines += [
             f"{server.peer}: out of reach for {now - server.gone_since:.0f} s: who reads or updates there waits for it"
@@ -739,7 +746,7 @@ class Dispatcher:
                     connection.end_steps()
                     return
                 full = self._scheduler.waiting >= self._max_queued
-                tasks = [] if self._paused else self._scheduler.take(index)
+                tasks = [] if self._pauses else self._scheduler.take(index)
                 if full and tasks:
                     self._changed.notify_all()
                 link.hungry = not tasks
@@ -908,7 +915,7 @@ class Dispatcher:
                     )
             if returned:
                 self._settle_cancelled(scheduler.give_back(index, returned))
-            if not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or self._paused):
+            if not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or self._pauses):
                 self._changed.notify_all()
             recalls = self._all_recalls() if scheduler.error is not None and before is None else []
             for_all = bool(unblocked or returned)

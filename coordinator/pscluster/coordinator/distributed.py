@@ -307,8 +307,8 @@ class DistributedDataset:
     def cut(self, stop_of: StopOf) -> Iterator[DataPart]:
         """As going through it; but where parts end, and the pass, is as `stop_of` says: see `Position.take`."""
         position = self._placed()
-        life, _ = position.begin_pass()
-        yield from self._parts(position, life, stop_of)
+        life, _ = position.begin_pass()  # now, not with the first part
+        return self._parts(position, life, stop_of)
 
     def _parts(self, position: Position, life: int, stop_of: StopOf) -> Iterator[DataPart]:
         number = self._numbered()

@@ -27,7 +27,7 @@ import enum
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -306,11 +306,12 @@ class Scheduler(Generic[P]):
             self.final = True
         return cancelled + self._set_error(error)
 
-    def cancel_waiting(self) -> list[Task[P]]:
-        """All that no worker has are cancelled: these."""
-        cancelled = [*self._blocked, *self._queue]
-        self._blocked.clear()
-        self._queue.clear()
+    def cancel_waiting(self, wanted: Callable[[Task[P]], bool] = lambda _: True) -> list[Task[P]]:
+        """Those of them that no worker has are cancelled: these."""
+        cancelled = [task for task in (*self._blocked, *self._queue) if wanted(task)]
+        self._blocked.difference_update(cancelled)
+        ended = set(cancelled)
+        self._queue = deque(task for task in self._queue if task not in ended)
         for task in cancelled:
             self._end(task, State.CANCELLED)
         return cancelled

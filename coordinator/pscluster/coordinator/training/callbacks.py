@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -62,11 +62,15 @@ class Training:
 
     Attributes:
         coordinator: that runs it.
-        params: "epochs", "steps" (of an epoch; None: not known), "verbose".
+        params: "epochs", "steps" (of an epoch; None: not known), "verbose", "validation" (is there one?), "resumed"
+            (does it go on where a coordinator before this one, or an interruption, has left it?).
         epoch: that goes on, from 0.
         steps: that were done in it.
         stop_training: set it to end the training.
         stopped: why; shown, and kept in the history.
+        failed: it was ended since it makes no sense to go on: backups stay.
+        restored: a callback has restored a checkpoint in `on_train_begin`, to go on with.
+        keep: keeps how far the training is, and what callbacks keep, with the variables: before a checkpoint is made.
         execution: what the logs of `on_train_batch_end` come from.
     """
 
@@ -76,11 +80,13 @@ class Training:
         self.epoch = self.steps = 0
         self.stop_training = False
         self.stopped = ""
+        self.failed = self.restored = False
         self.execution: Execution | None = None
+        self.keep: Callable[[], None] = lambda: None
 
-    def stop(self, why: str) -> None:
+    def stop(self, why: str, *, failed: bool = False) -> None:
         """End the training, and say so."""
-        self.stop_training, self.stopped = True, why
+        self.stop_training, self.stopped, self.failed = True, why, failed
         logger.warning("the training ends: %s", why)
 
 
@@ -208,13 +214,16 @@ class CallbackList(Callback):
 
     def states(self) -> list[dict[str, Any]]:
         """What they want to keep."""
-        return [{"callback": type(each).__name__, **each.state()} for each in self.callbacks]
+        return [{"callback": type(each).__name__, "state": state} for each in self.callbacks if (state := each.state())]
 
-    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Give each its own, as long as they are the same ones."""
-        for callback, state in zip(self.callbacks, states, strict=False):
-            if state.get("callback") == type(callback).__name__:
-                callback.load(state)
+    def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Give each its own: of several of one class, in their order."""
+        left = list(states)
+        for callback in self.callbacks:
+            mine = next((each for each in left if each["callback"] == type(callback).__name__), None)
+            if mine is not None:
+                left.remove(mine)
+                callback.load(mine["state"])
 
 
 # What goes by a number of the logs
@@ -275,11 +284,11 @@ class EarlyStopping(Callback):
     Args:
         monitor: its name among the logs.
         min_delta: less than that is no improvement.
-        patience: epochs without one.
+        patience: epochs without one; behind the first epoch it does not end.
         mode: "min" or "max"; "auto": by the name.
-        baseline: what is to be improved on from the start.
-        restore_best_weights: at the end, restore the variables of the best epoch. They are kept in `directory`.
-        directory: for these, a place that all servers see.
+        baseline: to be better than the epochs before is not enough: it must be better than this, too.
+        restore_best_weights: at the end, restore the variables of the best epoch.
+        directory: for these, a place that all servers see; a folder `best` is made there.
         start_from_epoch: before that nothing is stopped.
     """
 
@@ -291,14 +300,15 @@ class EarlyStopping(Callback):
         mode: Mode = "auto",
         baseline: float | None = None,
         restore_best_weights: bool = False,
-        directory: str | None = None,
+        directory: str | PathLike[str] | None = None,
         start_from_epoch: int = 0,
     ) -> None:
         if restore_best_weights and directory is None:
             raise ValueError("restore_best_weights needs directory=, which all servers see, to keep the best ones in")
-        self._monitor = Monitor(monitor, mode, min_delta, baseline)
+        self._monitor = Monitor(monitor, mode, min_delta)
+        self._baseline = None if baseline is None else Monitor(monitor, mode, min_delta, baseline)
         self.patience = patience
-        self.directory = directory if restore_best_weights else None
+        self.directory = f"{os.fspath(directory or '').rstrip('/')}/best" if restore_best_weights else None
         self.start_from_epoch = start_from_epoch
         self.best_epoch: int | None = None
         self._saved: str | None = None
@@ -318,30 +328,42 @@ class EarlyStopping(Callback):
         value = self._monitor.value(logs)
         if value is None or epoch < self.start_from_epoch:
             return
-        if self._monitor.improves(value):
-            if self.directory is not None:
-                with _manager(self, self.directory, 1) as manager:
-                    saved = _saved_if_possible(manager)
-                if saved is None:
-                    return  # as good as this one is, there would be no way back to it
-                self._saved = saved
-            self._monitor.best, self.best_epoch, self._wait = value, epoch, 0
-            return
         self._wait += 1
-        if self._wait > self.patience:
+        if self._monitor.improves(value) and self._can_come_back():
+            self._monitor.best, self.best_epoch = value, epoch
+            if self._baseline is None or self._baseline.improves(value):
+                self._wait = 0
+        if self._wait >= max(1, self.patience) and epoch > 0:
             self.training.stop(
                 f"{self._monitor.name} has not become better than {self.best:.6g} for {self._wait} epochs"
             )
 
+    def _can_come_back(self) -> bool:
+        """Keep the variables, if they are to be restored: without that there would be no way back to them."""
+        if self.directory is None:
+            return True
+        with _manager(self, self.directory, 1) as manager:
+            saved = _saved_if_possible(manager)
+        self._saved = saved or self._saved
+        return saved is not None
+
     def on_train_end(self, logs: Logs | None = None) -> None:
-        if self.directory is not None and self._saved is not None:
-            with _manager(self, self.directory, 1) as manager:
+        if self.directory is None or self._saved is None:
+            return
+        with _manager(self, self.directory, 1) as manager:
+            try:
                 manager.restore(self._saved, progress=False)
+            except CheckpointError as error:
+                logger.error("the best variables are not restored, the last ones stay: %s", error)
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best, "best_epoch": self.best_epoch, "wait": self._wait, "saved": self._saved}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        if state["saved"] is not None and self.directory is not None:
+            with _manager(self, self.directory, 1) as manager:
+                if state["saved"] not in manager.checkpoints:
+                    return  # a later one took its place, before what is gone on with now was lost
         self._monitor.best, self.best_epoch = state["best"], state["best_epoch"]
         self._wait, self._saved = state["wait"], state["saved"]
 
@@ -423,9 +445,21 @@ class LearningRateScheduler(Callback):
         if not callable(schedule):
             raise TypeError(f"schedule is a {type(schedule).__name__}; it must be a function of the epoch and the rate")
         self.optimizer, self.schedule = optimizer, schedule
+        self._begun: tuple[int, float] | None = None  # an epoch, and the rate before it
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._begun = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self.optimizer.learning_rate = float(self.schedule(epoch, _rate_of(self.optimizer)))
+        if self._begun is None or self._begun[0] != epoch:  # else it is gone on with
+            self._begun = epoch, _rate_of(self.optimizer)
+        self.optimizer.learning_rate = float(self.schedule(*self._begun))
+
+    def state(self) -> dict[str, Any]:
+        return {"begun": self._begun}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._begun = tuple(state["begun"]) if state["begun"] else None
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs is not None:
@@ -453,7 +487,8 @@ class TerminateOnNaN(Callback):
         where = f"not finite are now the variables {', '.join(found)}" if found else "all variables are finite"
         self.training.stop(
             f"{', '.join(bad)} in step {batch + 1} of epoch {self.training.epoch + 1}, {self.training.execution}; "
-            f"{where}"
+            f"{where}",
+            failed=True,
         )
 
 
@@ -496,10 +531,10 @@ def _saved_if_possible(manager: CheckpointManager, wait: bool = True) -> str | N
 class _Saving(Callback):
     """Base of those that make checkpoints, every so many steps or once an epoch."""
 
-    def __init__(self, directory: str, save_freq: int | Literal["epoch"], keep: int | None) -> None:
+    def __init__(self, directory: str | PathLike[str], save_freq: int | Literal["epoch"], keep: int | None) -> None:
         if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
             raise ValueError(f"save_freq is {save_freq!r}; it must be 'epoch', or a number of steps, 1 or more")
-        self.directory = str(directory)
+        self.directory = os.fspath(directory)
         self.save_freq = save_freq
         self._keep = keep
         self._opened: CheckpointManager | None = None
@@ -515,7 +550,10 @@ class _Saving(Callback):
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps += 1
         if self.save_freq != "epoch" and self._steps % self.save_freq == 0:
-            _saved_if_possible(self.manager, wait=False)
+            self._save(wait=False)
+
+    def _save(self, wait: bool) -> str | None:
+        return _saved_if_possible(self.manager, wait)
 
     def close(self) -> None:
         if self._opened is not None:
@@ -538,7 +576,7 @@ class ModelCheckpoint(_Saving):
 
     def __init__(
         self,
-        directory: str,
+        directory: str | PathLike[str],
         monitor: str = "val_loss",
         save_best_only: bool = False,
         mode: Mode = "auto",
@@ -561,13 +599,13 @@ class ModelCheckpoint(_Saving):
             return
         value = None if self._monitor is None else self._monitor.value(logs)
         if self._monitor is None:
-            _saved_if_possible(self.manager)
-        elif value is not None and self._monitor.improves(value) and _saved_if_possible(self.manager):
+            self._save(wait=True)
+        elif value is not None and self._monitor.improves(value) and self._save(wait=True):
             self._monitor.best = value
 
     def on_train_interrupted(self, logs: Logs | None = None) -> None:
         if self._monitor is None:
-            _saved_if_possible(self.manager)
+            self._save(wait=True)
 
     def state(self) -> dict[str, Any]:
         return {} if self._monitor is None else {"best": self._monitor.best}
@@ -589,12 +627,12 @@ class BackupAndRestore(_Saving):
         backup_dir: which every server must see under the same path; or a URL of fsspec. Of this training alone.
         save_freq: "epoch", or every so many steps.
         every: and when so many seconds have passed; None: never.
-        delete_checkpoint: once the training has ended in order.
+        delete_checkpoint: once the training has ended in order, and made sense to its end.
     """
 
     def __init__(
         self,
-        backup_dir: str,
+        backup_dir: str | PathLike[str],
         save_freq: int | Literal["epoch"] = "epoch",
         every: float | None = 60.0,
         delete_checkpoint: bool = True,
@@ -605,36 +643,40 @@ class BackupAndRestore(_Saving):
         self.every = math.inf if every is None else every
         self.delete_checkpoint = delete_checkpoint
         self.restored: RestoredFrom | None = None
-        self._saved = math.inf
-        self._begun = False
+        self._last = math.inf
+        self._epochs = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.restored = self.manager.restore_or_initialize()
-        self._saved, self._begun = time.monotonic(), False
+        self.training.restored |= self.restored is RestoredFrom.CHECKPOINT
+        self._last, self._epochs = time.monotonic(), 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        # Here and not at the end of the one before: that would be dealt with once more.
-        if self._begun and self.save_freq == "epoch":
-            self._save()
-        self._begun = True
+        self._epochs += 1
+        if self._epochs > 1 and self.save_freq == "epoch":
+            self._last = -math.inf  # with the epoch's first step: what came with the end of the last one is dealt with
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         super().on_train_batch_end(batch, logs)
-        if time.monotonic() - self._saved > self.every:
-            self._save()
+        if time.monotonic() - self._last > self.every or self._last == -math.inf:
+            self._save(wait=False)
 
-    def _save(self) -> None:
-        _saved_if_possible(self.manager, wait=False)
-        self._saved = time.monotonic()
+    def _save(self, wait: bool) -> str | None:
+        self._last = time.monotonic()
+        self.training.keep()
+        return super()._save(wait)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        if self.delete_checkpoint:
-            self.manager.remove_all()
-        else:
-            _saved_if_possible(self.manager)
+        if not self.delete_checkpoint:
+            self._save(wait=True)
+        elif not self.training.failed:
+            try:
+                self.manager.remove_all()
+            except CheckpointError as error:
+                logger.error("the backup stays: %s", error)
 
     def on_train_interrupted(self, logs: Logs | None = None) -> None:
-        _saved_if_possible(self.manager)
+        self._save(wait=True)
 
 
 # Logs

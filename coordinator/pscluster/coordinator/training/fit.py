@@ -34,7 +34,8 @@ from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
 from pscluster.coordinator.training.plan import MEASURED, Plan, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
-from pscluster.core.errors import CancelledError, FunctionError, PsClusterError
+from pscluster.core.definitions import name_of
+from pscluster.core.errors import CancelledError, FunctionError, MisuseError, PsClusterError
 from pscluster.ps.metrics import MetricLike
 from pscluster.worker.evaluation import by_name
 from pscluster.worker.training import StepLogs, logs_of_steps, nothing
@@ -47,13 +48,13 @@ LOOK_SECONDS = 0.05
 SAVE_SECONDS = 10.0
 """So often it is kept how far the training is, within an epoch."""
 
-_CALIBRATION = 64
+_CALIBRATION = 32
 
 
 class _Interruption(Exception):  # noqa: N818  (it is none)
     """A signal has asked for the end; what it raised, if it was handed on."""
 
-    def __init__(self, raised: KeyboardInterrupt | None = None) -> None:
+    def __init__(self, raised: BaseException | None = None) -> None:
         super().__init__()
         self.raised = raised
 
@@ -79,8 +80,20 @@ class _Feed(Protocol):
         """The dataset that has a position."""
         ...
 
-    def begin(self, state: TrainingState) -> None:
-        """Go on from there, or begin. What changes is put into it."""
+    def place(self) -> None:
+        """Before anything is restored: take the name under which the position is kept."""
+        ...
+
+    def begin(self, state: TrainingState, live: bool) -> None:
+        """Go on from there, or begin. What changes is put into it.
+
+        Args:
+            state: of the training.
+            live: with what a coordinator that died has left on the servers, some of it perhaps on its way.
+
+        Raises:
+            MisuseError: that was cut otherwise.
+        """
         ...
 
     def begin_epoch(self) -> int:
@@ -114,9 +127,7 @@ class _Distributed:
     def __init__(self, data: DistributedDataset, steps_per_epoch: int | None) -> None:
         shape = data.shape
         if steps_per_epoch is not None and not shape.counted:
-            raise ValueError(
-                "steps_per_epoch can't be counted in a dataset of files: leave it out, an epoch ends by itself"
-            )
+            raise ValueError("steps can't be counted in a dataset of files: leave steps_per_epoch out")
         if steps_per_epoch is None and shape.epochs is None:
             raise ValueError("the dataset repeats without end: give steps_per_epoch, or repeat(n)")
         self._data = data
@@ -124,27 +135,38 @@ class _Distributed:
         self._counted = shape.counted
         self.per_epoch = steps_per_epoch or shape.elements * (shape.epochs or 1)
         self._with_data = steps_per_epoch is None  # then epochs end with those of the data, the first one too
-        self._plan = Plan(shape.elements, shape.places, shape.kept, 0, self.per_epoch)
         self._parts: Iterator[DataPart] = iter(())
 
     @property
     def data(self) -> DistributedDataset:
         return self._data
 
-    def begin(self, state: TrainingState) -> None:
+    def place(self) -> None:
+        shape, _ = self._data.shape, self._data.epoch  # by which it has its name
+        self._plan = Plan(self._data.name, shape.elements, shape.places, shape.kept, self.per_epoch)
+
+    def begin(self, state: TrainingState, live: bool) -> None:
         self._state = state
-        if state.plan is None:
-            self._plan.first = self.data.epoch
-            self._plan.begun = 0 if self._with_data else self._plan.done(self.data.epoch, self.data.visited)
-        else:
+        if state.plan is not None and self._plan.fits(state.plan):
             self._plan.load(state.plan)
+        elif state.plan is not None and live:
+            raise MisuseError(
+                f"the training that this goes on with has cut its data into {_pieces(state.plan)}, and this one into "
+                f"{_pieces(self._plan.to_json())}: what was on its way would count twice. Give it as it was, or begin "
+                "anew with ParameterServerStrategy(..., resume=False)"
+            )
+        else:
+            self._data.save_position()  # what is cut from now on was not handed out in other pieces
+            visited = -(-self._data.visited // self._plan.places)
+            origin = self._data.epoch, 0 if self._with_data else visited
+            self._plan.begin(origin, state.epoch * self.per_epoch + (0 if self._with_data else state.steps))
         state.plan = self._plan.to_json()
 
     def begin_epoch(self) -> int:
         epoch = self._state.epoch
-        done = self._plan.done(self.data.epoch, self.data.visited) - epoch * self.per_epoch
+        done = self._plan.done(self._data.epoch, self._data.visited) - epoch * self.per_epoch
         self._plan.begin_epoch(epoch)
-        self._parts = self.data.cut(functools.partial(self._plan.stop_of, epoch))
+        self._parts = self._data.cut(functools.partial(self._plan.stop_of, epoch))
         return min(max(0, done), self.per_epoch)
 
     def next(self) -> _Work | None:
@@ -152,7 +174,7 @@ class _Distributed:
         if part is None:
             return None
         places = part.stop - part.start
-        units = -(-places // self.data.shape.places)
+        units = -(-places // self._plan.places)
         return _Work((part,), part.name, units, places if self._counted else 0)
 
     def give_back(self, work: _Work) -> None:
@@ -167,7 +189,7 @@ class _Distributed:
         return changed
 
     def save(self) -> None:
-        self.data.save_position()
+        self._data.save_position()
 
 
 class _PerWorker:
@@ -187,7 +209,10 @@ class _PerWorker:
         self._size = 1
         self._left = 0
 
-    def begin(self, state: TrainingState) -> None:
+    def place(self) -> None:
+        pass
+
+    def begin(self, state: TrainingState, live: bool) -> None:  # noqa: ARG002  (it has no position)
         self._state = state
 
     def begin_epoch(self) -> int:
@@ -215,6 +240,10 @@ class _PerWorker:
         pass
 
 
+def _pieces(plan: Mapping[str, Any]) -> str:
+    return f"{plan['elements']:,} elements of {plan['places']:,}, {plan['per_epoch']:,} an epoch, as {plan['name']!r}"
+
+
 @dataclass(frozen=True)
 class Validation:
     """What is evaluated behind epochs."""
@@ -231,7 +260,6 @@ class Fit:
     def __init__(
         self,
         coordinator: ClusterCoordinator,
-        number: int,
         step: Callable[[Any], Any],
         data: DistributedDataset | PerWorkerDataset,
         *,
@@ -270,13 +298,14 @@ class Fit:
         params = {"epochs": epochs, "steps": steps, "verbose": verbose, "validation": validation is not None}
         self._callbacks = CallbackList(callbacks, coordinator, **params)
         self._training = self._callbacks.training
+        self._training.keep = self._keep
         self._history = History(epochs=epochs, steps=steps)
-        self._state = TrainingState(coordinator.strategy, number)
+        self._state = TrainingState(coordinator.strategy, coordinator.trainings_ended + 1)
         self._interrupts = Interrupts()
         self._pending: deque[tuple[RemoteValue, _Work]] = deque()
         self._line: ProgressLine | None = None
         self._dispatch_seconds = 0.0
-        self._step_seconds: deque[float] = deque(maxlen=64)
+        self._step_seconds: deque[float] = deque(maxlen=max(64, 2 * self._workers))
         self._function_seconds: float | None = None
         self._settled = self._packing != "auto"  # how many steps a function takes, in this epoch
         self._batches = 0
@@ -288,55 +317,60 @@ class Fit:
             with self._interrupts:
                 try:
                     self._train()
-                except _Interruption as interrupted:
+                except _Interruption as interruption:
                     self._interrupt()
-                    if interrupted.raised is not None:
-                        raise interrupted.raised from None
-                except BaseException as error:
-                    if isinstance(error, KeyboardInterrupt) and self._interrupts.asked is not None:
-                        raise  # the second one: nothing is waited for
-                    with contextlib.suppress(PsClusterError):
-                        self._coordinator.cancel_waiting()
+                    if interruption.raised is not None:
+                        raise interruption.raised from None
+                except BaseException:
+                    if not self._interrupts.handed_on:  # else it ends at once
+                        self._give_up()
                     raise
+            self._history.stopped = self._training.stopped
+            return self._history
         finally:
             self._callbacks.close()
-        self._interrupts.hand_on()
-        self._history.stopped = self._training.stopped
-        return self._history
+            self._interrupts.hand_on()
 
     def _train(self) -> None:
+        state, strategy = self._state, self._coordinator.strategy
         self._coordinator.join()
+        self._feed.place()
         self._callbacks.on_train_begin()
-        state = self._state
-        state.load()
+        live = strategy.resumed and not self._training.restored
+        if live or self._training.restored:
+            known = state.load()
+            over = state.finished and (state.stopped or state.epoch >= self._epochs)
+            if not known or over:
+                logger.warning("training %d of this script is passed over: it has ended before", state.number)
+                self._coordinator.trainings_ended += 1
+                return
         self._training.params["resumed"] = state.resumed
-        if state.finished:
-            logger.info("training %d of this script was done before", state.number)
-            return
         if state.resumed:
             self._callbacks.load_states(state.callbacks)
+            self._training.stop_training = state.stopped
             logger.info("going on with epoch %d", state.epoch + 1)
-        self._feed.begin(state)
+        self._feed.begin(state, live)
         if self._packing == "auto":
             self._dispatch_seconds = self._measure_dispatch()
         for epoch in range(state.epoch, self._epochs):
-            self._epoch(epoch)
             if self._training.stop_training:
                 break
-        state.finished = True
-        state.save()
+            self._epoch(epoch)
         self._callbacks.on_train_end({name: values[-1] for name, values in self._history.history.items()})
+        state.finished = True
+        self._keep()
+        self._coordinator.trainings_ended += 1
 
     def _measure_dispatch(self) -> float:
         """Seconds for which a worker is kept by a function that does nothing."""
-        seconds = 0.0
-        for _ in range(2):  # the first time the workers are told what it is
+        found = []
+        for _ in range(4):  # the first time the workers are told what it is
             begin = time.monotonic()
             for _ in range(_CALIBRATION):
                 self._coordinator.schedule(nothing)
             self._coordinator.join()
-            seconds = time.monotonic() - begin
-        return seconds * self._coordinator.workers_up / _CALIBRATION
+            found.append((time.monotonic() - begin) * self._coordinator.workers_up / _CALIBRATION)
+        return min(found)
 
     # An epoch
 
@@ -349,9 +383,8 @@ class Fit:
         done = feed.begin_epoch()
         self._settle_size(goes_on)
         self._batches = scheduled = done if feed.unit == "step" else 0
-        state.callbacks = self._callbacks.states()
-        state.save()
         self._callbacks.on_epoch_begin(epoch)
+        self._keep()
         begin = time.monotonic()
         label = f"epoch {epoch + 1}/{self._epochs}"
         with contextlib.ExitStack() as stack:
@@ -362,8 +395,7 @@ class Fit:
                 self._line = stack.enter_context(line)
             stack.callback(setattr, self, "_line", None)
             self._steps(scheduled)
-        feed.save()
-        state.save()
+        self._keep()
         logs = self._means()
         steps, seconds = self._batches, time.monotonic() - begin
         if self._validation is not None and (epoch + 1) % self._validation.every == 0:
@@ -374,9 +406,8 @@ class Fit:
             numbers = "".join(f"  {name} {value:.4g}" for name, value in logs.items() if isinstance(value, float | int))
             text = f"{label}  {steps} steps in {seconds:.1f} s{numbers}"
             choose_console().print(text, highlight=False, markup=False, soft_wrap=True)
-        state.epoch, state.steps, state.totals = epoch + 1, 0, {}
-        state.callbacks = self._callbacks.states()
-        state.save()
+        state.epoch, state.steps, state.totals, state.stopped = epoch + 1, 0, {}, self._training.stop_training
+        self._keep()
 
     def _steps(self, scheduled: int) -> None:
         """Those of an epoch, of which so many are done."""
@@ -428,7 +459,7 @@ class Fit:
             raise
         steps = len(rows)
         if steps:
-            self._step_seconds.append(seconds / steps)
+            self._step_seconds.append(seconds / work.units)
         self._function_seconds = seconds
         for name, sum_ in zip(names, rows.sum(axis=0).tolist(), strict=True):
             total, count = self._state.totals.get(name, (0.0, 0))
@@ -446,7 +477,7 @@ class Fit:
         if not self._settled and len(self._step_seconds) >= max(MEASURED, 2 * self._workers):
             self._settled = True
             if self._feed.resize(self._best_size()):
-                self._state.save()  # before a function of that size is scheduled
+                self._keep()  # before a function of that size is scheduled
 
     def _best_size(self) -> int:
         per_epoch = self._feed.per_epoch
@@ -469,17 +500,25 @@ class Fit:
     def _means(self) -> Logs:
         return {name: total / count for name, (total, count) in self._state.totals.items() if count}
 
+    def _keep(self) -> None:
+        """How far it is, with the variables. First the position: what is kept beside it is never ahead of it."""
+        self._feed.save()
+        self._state.callbacks = self._callbacks.states()
+        self._state.save()
+        self._saved = time.monotonic()
+
     def _keep_now_and_then(self) -> None:
         if time.monotonic() - self._saved > SAVE_SECONDS:
-            self._state.save()
-            self._saved = time.monotonic()
+            self._keep()
 
     def _validate(self, validation: Validation) -> Logs:
         self._callbacks.on_test_begin()
         try:
             with self._interrupts.at_once():
                 found = self._coordinator.evaluate(validation.step, validation.data, validation.metrics)
-        except KeyboardInterrupt as raised:
+        except BaseException as raised:
+            if not self._interrupts.handed_on:
+                raise
             raise _Interruption(raised) from None
         logs = {f"val_{name}": value for name, value in found.items()}
         self._callbacks.on_test_end(logs)
@@ -489,7 +528,7 @@ class Fit:
 
     def _stop(self) -> None:
         """What has not begun is given back; the logs of what ran are taken."""
-        self._coordinator.cancel_waiting()
+        self._coordinator.cancel_waiting([value for value, _ in self._pending])
         while self._pending:
             value, work = self._pending.popleft()
             if value.status is not RemoteValueStatus.CANCELLED:
@@ -497,10 +536,14 @@ class Fit:
 
     def _interrupt(self) -> None:
         self._stop()
-        self._feed.save()
-        self._state.callbacks = self._callbacks.states()
-        self._state.save()
+        self._keep()
         self._callbacks.on_train_interrupted(self._means())
+
+    def _give_up(self) -> None:
+        """An error: nothing is left running, and the position is what it was."""
+        with contextlib.suppress(PsClusterError):
+            self._coordinator.cancel_waiting([value for value, _ in self._pending])
+            self._feed.save()
 
 
 def validation_of(

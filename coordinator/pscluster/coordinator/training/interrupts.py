@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,38 +23,54 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Within the block it has the signals; outside of the main thread, or where nobody handles one, it does not."""
+    """Within the block it has the signals, if that is in the main thread."""
 
     def __init__(self) -> None:
         self.asked: int | None = None
         """The signal that has come."""
+        self.handed_on = False
         self._before: dict[int, Any] = {}
+        self._restore = contextlib.ExitStack()
         self._at_once = False
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        try:
             for number in SIGNALS:
-                if callable(before := signal.getsignal(number)):
+                before = signal.getsignal(number)
+                if callable(before) or (before is signal.SIG_DFL and number == signal.SIGTERM):
                     self._before[number] = before
+                    self._restore.callback(signal.signal, number, before)
                     signal.signal(number, self._handle)
+        except BaseException:
+            self._restore.close()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        self._restore.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._at_once or self.asked is not None:
-            self.asked = number
-            self._before[number](number, frame)
+        again, self.asked = self.asked is not None, number
+        if again or self._at_once:
+            self._hand_on(number, frame)
             return
-        self.asked = number
         logger.warning(
             "%s: the training ends when the functions that run have ended; once more ends it at once",
             signal.Signals(number).name,
         )
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.handed_on = True
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
@@ -65,6 +82,6 @@ class Interrupts:
             self._at_once = False
 
     def hand_on(self) -> None:
-        """Behind the block: what the signal would have done without it."""
-        if self.asked is not None:
-            self._before[self.asked](self.asked, None)
+        """Behind the block: what the signal would have done without it, if it has not."""
+        if self.asked is not None and not self.handed_on:
+            self._hand_on(self.asked, None)

@@ -28,42 +28,57 @@ QUEUED_SECONDS = 0.2
 
 MOST_QUEUED = 2000
 
+_FIRST = -(1 << 40)
+
 
 @dataclass
 class Plan:
     """Of one training.
 
     Attributes:
+        name: of the data's position.
         elements: of an epoch of the data.
         places: that one element takes in the order of the data; the last one of an epoch may take fewer.
         kept: places of an epoch.
-        first: the epoch of the data in which the training begins.
         per_epoch: elements of an epoch of the training.
-        cuts: (from this element on, so many a function), rising. Elements count from the begin of the epoch `first`.
-        begun: elements of that epoch that were visited before the training, which has its first epoch behind them.
+        origin: an epoch of the data and an element of it.
+        index: that element's, of the training.
+        cuts: (from this element on, so many a function), rising.
+        frontier: behind the last element that was handed out.
     """
 
+    name: str
     elements: int
     places: int
     kept: int
-    first: int
     per_epoch: int
+    origin: tuple[int, int] = (0, 0)
+    index: int = 0
     cuts: list[tuple[int, int]] = field(default_factory=list)
-    begun: int = 0
     frontier: int = 0
-    """Behind the last element that was handed out."""
+
+    def begin(self, origin: tuple[int, int], index: int) -> None:
+        """Nothing was handed out yet: this element of the data is that one of the training."""
+        self.origin, self.index, self.frontier, self.cuts = origin, index, index, []
 
     def size_at(self, element: int) -> int:
         """So many elements does a function take that begins with this one."""
         return next((size for start, size in reversed(self.cuts) if start <= element), 1)
 
-    def change(self, size: int, element: int | None = None) -> bool:
-        """From the frontier, or that element, on functions take so many. False if they do already."""
-        start = self.frontier if element is None else element
-        if self.size_at(start) == size and all(other <= start for other, _ in self.cuts):
+    def change(self, size: int) -> bool:
+        """From the frontier on functions take so many. False if they do already."""
+        if self.size_at(self.frontier) == size:
             return False
+        # What was left of the data before the training began is cut the same way.
+        start = _FIRST if not self.cuts and self.frontier == self.index else self.frontier
         self.cuts = [*(cut for cut in self.cuts if cut[0] < start), (start, size)]
         return True
+
+    def begin_epoch(self, epoch: int) -> None:
+        """All elements of the epochs before were handed out. Cuts that nobody needs any more are dropped."""
+        self.frontier = max(self.frontier, epoch * self.per_epoch)
+        past = [cut for cut in self.cuts if cut[0] <= epoch * self.per_epoch]
+        self.cuts = [*past[-1:], *self.cuts[len(past) :]]
 
     def stop_of(self, training_epoch: int, epoch: int, start: int) -> int:
         """Where a function ends that begins at this place of the data's epoch; `start` if it is of a later one.
@@ -73,9 +88,9 @@ class Plan:
             epoch: of the data.
             start: a place in its order.
         """
-        before = (epoch - self.first) * self.elements
+        before = self._first_of(epoch)
         element = before + start // self.places
-        end = self.begun + (training_epoch + 1) * self.per_epoch
+        end = (training_epoch + 1) * self.per_epoch
         if element >= end:
             return start
         following = (other for other, _ in self.cuts if other > element)
@@ -83,22 +98,36 @@ class Plan:
         self.frontier = max(self.frontier, stop)
         return min((stop - before) * self.places, self.kept)
 
-    def begin_epoch(self, training_epoch: int) -> None:
-        """Nothing of it was handed out; or it is gone on with, and its sizes stay as they are."""
-        self.frontier = max(self.frontier, self.begun + training_epoch * self.per_epoch)
-
     def done(self, epoch: int, visited: int) -> int:
-        """Elements that the training took, if all epochs of the data before this one and so many places of it were
-        visited."""
-        return max(0, (epoch - self.first) * self.elements + math.ceil(visited / self.places) - self.begun)
+        """Elements that were taken, where all epochs of the data before this one and so many places of it were."""
+        return max(0, self._first_of(epoch) + math.ceil(visited / self.places))
+
+    def _first_of(self, epoch: int) -> int:
+        """The first element of this epoch of the data, as one of the training."""
+        return (epoch - self.origin[0]) * self.elements - self.origin[1] + self.index
 
     def to_json(self) -> dict[str, Any]:
         """What has to be the same when the training goes on."""
-        return {"first": self.first, "begun": self.begun, "cuts": [list(cut) for cut in self.cuts]}
+        return {
+            "name": self.name,
+            "elements": self.elements,
+            "places": self.places,
+            "kept": self.kept,
+            "per_epoch": self.per_epoch,
+            "origin": list(self.origin),
+            "index": self.index,
+            "cuts": [list(cut) for cut in self.cuts],
+        }
+
+    def fits(self, found: dict[str, Any]) -> bool:
+        """Is this data cut into the same elements?"""
+        mine = self.to_json()
+        return all(found[key] == mine[key] for key in ("name", "elements", "places", "kept", "per_epoch"))
 
     def load(self, found: dict[str, Any]) -> None:
-        """Go on with this."""
-        self.first, self.begun = found["first"], found["begun"]
+        """Go on with this, which fits."""
+        first, element = found["origin"]
+        self.begin((first, element), found["index"])
         self.cuts = [(start, size) for start, size in found["cuts"]]
 
 

@@ -18,6 +18,9 @@ class TrainingState:
     """Of the training with this number.
 
     Attributes:
+        finished: it has ended, and all that comes at its end was done.
+        stopped: it has ended before its time.
+        resumed: it goes on, and does not begin.
         epoch: whose end has not been dealt with.
         steps: that were taken in it, where the data has no position.
         totals: by name, of the epoch's logs: their sum and how many they are.
@@ -28,24 +31,23 @@ class TrainingState:
     def __init__(self, strategy: ParameterServerStrategy, number: int) -> None:
         self._kept = JobProgress(strategy, TRAINING)
         self.number = number
-        self.finished = False
-        self.resumed = False
+        self.finished = self.stopped = self.resumed = False
         self.epoch = self.steps = 0
         self.totals: dict[str, tuple[float, int]] = {}
         self.plan: dict[str, Any] | None = None
         self.callbacks: list[dict[str, Any]] = []
 
-    def load(self) -> None:
-        """Take up what was kept, if it is of this training; `finished` if that, or a later one, had ended."""
+    def load(self) -> bool:
+        """Take up what was kept, if it is of this training. False if it is of a later one: this one had ended."""
         found = self._kept.load()
         number = found.get("number", 0)
-        if number > self.number:
-            self.finished = True
-        elif number == self.number:
+        if number == self.number:
             self.resumed = True
-            self.finished, self.epoch, self.steps = found["finished"], found["epoch"], found["steps"]
+            self.finished, self.stopped = found["finished"], found["stopped"]
+            self.epoch, self.steps = found["epoch"], found["steps"]
             self.totals = {name: (total, count) for name, (total, count) in found["totals"].items()}
             self.plan, self.callbacks = found["plan"], found["callbacks"]
+        return bool(number <= self.number)
 
     def save(self) -> None:
         """In place of what was kept before."""
@@ -53,6 +55,7 @@ class TrainingState:
             {
                 "number": self.number,
                 "finished": self.finished,
+                "stopped": self.stopped,
                 "epoch": self.epoch,
                 "steps": self.steps,
                 "totals": self.totals,
