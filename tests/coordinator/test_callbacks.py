@@ -539,7 +539,7 @@ def test_going_on_from_a_backup(cluster: LocalCluster, tmp_path: Path, save_freq
             backup = callbacks.BackupAndRestore(str(tmp_path / "backup"), save_freq=save_freq, every=None)
             log = callbacks.CSVLogger(tmp_path / "log.csv")
             calls = [backup, log, Dies(2, 5)][: 3 - number]
-            arguments = {"epochs": 4, "steps_per_execution": 1, "callbacks": calls, "verbose": 0}
+            arguments: dict[str, Any] = {"epochs": 4, "steps_per_execution": 1, "callbacks": calls, "verbose": 0}
             if not number:
                 with pytest.raises(RuntimeError, match="power failure"):
                     coordinator.fit(model.step(), data, **arguments)
@@ -649,7 +649,11 @@ def test_tensorboard_opens_it(coordinator: ClusterCoordinator, model: Counter, t
     def count_now(_: Any) -> tuple[Any]:
         return (count.numpy(),)
 
-    arguments = {"validation_data": data, "validation_step": count_now, "validation_metrics": {"loss": metrics.Mean()}}
+    arguments: dict[str, Any] = {
+        "validation_data": data,
+        "validation_step": count_now,
+        "validation_metrics": {"loss": metrics.Mean()},
+    }
     board = callbacks.TensorBoard(tmp_path, update_freq=2)
     for _ in range(2):
         coordinator.fit(model.step(), data, epochs=2, callbacks=[Adds(), board], verbose=0, **arguments)
