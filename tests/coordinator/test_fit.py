@@ -8,24 +8,26 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, run_cluster, until
+from tests.conftest import NUM_WORKERS, PATIENCE, until
 from tests.faults.steps import die_once, first_time, note
 from tests.faults.support import running_job
 
 from pscluster.coordinator import (
     ClusterCoordinator,
+    ClusterSpec,
     DistributedDataset,
     IndexedSlices,
     LocalCluster,
     ParameterServerStrategy,
     RemoteValue,
+    SimpleClusterResolver,
     Variable,
     errors,
     metrics,
@@ -133,7 +135,7 @@ class Raises(Callback):
         self.error: BaseException | None = error
         self.hook, self.batch = hook, batch
         if "batch" in hook:  # what the class has is called for batches
-            self.__class__ = type("Raises", (Raises,), {hook: Raises._raise})  # type: ignore[assignment]
+            self.__class__ = type("Raises", (Raises,), {hook: Raises._raise})
         else:
             setattr(self, hook, self._raise)
 
@@ -216,7 +218,7 @@ def test_epochs_of_so_many_steps(
     order = [batch for epoch in range(4) for batch in data.local(epoch)]
     losses: list[float] = []
     for epochs, steps in ((3, 3), (2, 2), (1, 14), (1, 1), (2, 2)):
-        arguments = {"epochs": epochs, "steps_per_epoch": steps, "steps_per_execution": packing}
+        arguments: dict[str, Any] = {"epochs": epochs, "steps_per_epoch": steps, "steps_per_execution": packing}
         history = coordinator.fit(model.step(), data, verbose=0, **arguments)
         before = len(losses)
         losses += history.history["loss"]
@@ -260,7 +262,7 @@ def test_per_worker_datasets(coordinator: ClusterCoordinator, model: Counted) ->
         lambda: (np.array([number % EXAMPLES]) for number in itertools.count())
     )
     recorder = Recorder()
-    arguments = {"epochs": 2, "steps_per_epoch": 10, "steps_per_execution": 4, "verbose": 0}
+    arguments: dict[str, Any] = {"epochs": 2, "steps_per_epoch": 10, "steps_per_execution": 4, "verbose": 0}
     history = coordinator.fit(model.step(), data, callbacks=[recorder], **arguments)
     assert sum(model.counts) == 20
     assert recorder.functions.count("4 steps") == 16
@@ -285,18 +287,12 @@ def test_what_is_begun_with(coordinator: ClusterCoordinator, model: Counted, dat
     def own(part: Any) -> None:
         logs_of_steps(step, part)
 
-    for part in itertools.islice(data.parts(1), 3):
-        coordinator.schedule(own, args=(part,))
-    assert sum(model.counts) == 0 or not coordinator.join(PATIENCE)
-    mine = data.parts(1)
-    for part in itertools.islice(mine, 3):
+    for part in itertools.islice(data, 3):
         coordinator.schedule(own, args=(part,))
     coordinator.join(PATIENCE)
     recorder = Recorder()
-    coordinator.fit(step, mine, epochs=2, steps_per_execution=2, callbacks=[recorder], verbose=0)
-    order = list(data.local(0))
-    trained = np.bincount(np.concatenate([*order[:3], np.arange(EXAMPLES), np.arange(EXAMPLES)]))
-    assert model.counts == list(trained)
+    coordinator.fit(step, data, epochs=2, steps_per_execution=2, callbacks=[recorder], verbose=0)
+    assert model.counts == [2] * EXAMPLES
     assert recorder.of("batch_end") == [*range(3, STEPS), *range(STEPS)]
 
 
@@ -333,21 +329,17 @@ def test_evaluation(coordinator: ClusterCoordinator, model: Counted, data: Distr
 # Several steps a function
 
 
-@pytest.fixture(scope="module")
-def lone_cluster() -> Iterator[LocalCluster]:
-    """One worker: steps have an order there."""
-    yield from run_cluster(1, 1)
-
-
 @pytest.fixture
-def trained(lone_cluster: LocalCluster) -> Callable[[Any], tuple[list[bytes], dict[str, list[float]]]]:
-    """Trains with so many steps a function; the variables' bytes, and the history."""
+def trained(cluster: LocalCluster) -> Callable[[Any], tuple[list[bytes], dict[str, list[float]]]]:
+    """Trains on one worker, where steps have an order, with so many a function; the variables' bytes, the history."""
+    spec = cluster.cluster_spec()
+    few = ClusterSpec({"ps": spec.as_dict()["ps"], "worker": [spec.task_address("worker", 0)]})
     rng = np.random.default_rng(0)
     x = rng.normal(size=(99, 3)).astype(np.float32)
     y = (x @ np.array([1.0, -2.0, 0.5], np.float32)).astype(np.float32)
 
     def train(packing: Any) -> tuple[list[bytes], dict[str, list[float]]]:
-        with ParameterServerStrategy(lone_cluster) as strategy:
+        with ParameterServerStrategy(SimpleClusterResolver(few), token=cluster.token) as strategy:
             with strategy.scope():
                 w = Variable(np.zeros(3, np.float32), name="w")
                 optimizer = optimizers.Adam(0.05)
@@ -555,7 +547,7 @@ def test_a_callback_that_raises(
     The error is kept, as an interactive session does: nothing of the data is lost with it.
     """
     recorder, keeps = Recorder(), ModelCheckpoint(str(tmp_path), save_freq=2)
-    validation = {"validation_data": data, "validation_step": lambda numbers: (numbers,)}
+    validation: dict[str, Any] = {"validation_data": data, "validation_step": lambda numbers: (numbers,)}
     with pytest.raises(RuntimeError, match="not today") as raised:
         coordinator.fit(
             model.step(),
@@ -636,7 +628,7 @@ def test_stopping_at_an_epochs_end(
         self.training.stop_training = True
 
     setattr(Ends, hook, stop)
-    validation = {"validation_data": data, "validation_step": lambda numbers: (numbers,)}
+    validation: dict[str, Any] = {"validation_data": data, "validation_step": lambda numbers: (numbers,)}
     history = coordinator.fit(
         model.step(),
         data,

@@ -6,6 +6,7 @@ one's own a `CallbackList` calls several of them. All run in the coordinator's s
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import math
@@ -23,7 +24,7 @@ import numpy as np
 from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.training.events import EventWriter
-from pscluster.core.errors import CheckpointError, MisuseError, WaitTimeoutError
+from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, WaitTimeoutError
 from pscluster.ps.optimizers import Optimizer
 from pscluster.ps.schedules import LearningRateSchedule
 from pscluster.ps.variables import Variable
@@ -484,10 +485,10 @@ class TerminateOnNaN(Callback):
             return
         strategy = self.training.coordinator.strategy
         found = [f"{variable.name!r} ({count:,} of its values)" for variable, count in _not_finite(strategy.variables)]
+        of = "" if self.training.execution is None else f", {self.training.execution}"
         where = f"not finite are now the variables {', '.join(found)}" if found else "all variables are finite"
         self.training.stop(
-            f"{', '.join(bad)} in step {batch + 1} of epoch {self.training.epoch + 1}, {self.training.execution}; "
-            f"{where}",
+            f"{', '.join(bad)} in step {batch + 1} of epoch {self.training.epoch + 1}{of}; {where}",
             failed=True,
         )
 
@@ -701,21 +702,27 @@ class CSVLogger(Callback):
             pass  # a place where nothing can be written is found now
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        logs = {"epoch": epoch, **(logs or {})}
+        try:
+            self._write({"epoch": epoch, **(logs or {})})
+        except OSError as error:
+            logger.error("%s lacks epoch %d, the training goes on: %s", self.filename, epoch, error)
+
+    def _write(self, logs: Logs) -> None:
         if self._names is None:
             if not (self.append or self.params.get("resumed")):
                 self.filename.write_text("")
             with self.filename.open(newline="") as file:
                 self._names = next(csv.reader(file, delimiter=self.separator), None)
         new = self._names is None
-        self._names = self._names or list(logs)
+        names = self._names or list(logs)
         with self.filename.open("a", newline="") as file:
             writer = csv.DictWriter(
-                file, self._names, restval="nan", extrasaction="ignore", delimiter=self.separator, lineterminator="\n"
+                file, names, restval="nan", extrasaction="ignore", delimiter=self.separator, lineterminator="\n"
             )
             if new:
                 writer.writeheader()
             writer.writerow(logs)
+        self._names = names
 
 
 class TensorBoard(Callback):
@@ -738,13 +745,28 @@ class TensorBoard(Callback):
         self._steps = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._write("train", 0, {})  # a place where nothing can be written is found now
+        self._steps = 0
+        self._writer("train")  # a place where nothing can be written is found now
 
-    def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+    def _writer(self, kind: str) -> EventWriter:
         if kind not in self._writers:
             self._writers[kind] = EventWriter(f"{self.log_dir}/{kind}")
-        if numbers := {name: float(value) for name, value in values.items() if np.ndim(value) == 0}:
-            self._writers[kind].scalars(step, numbers)
+        return self._writers[kind]
+
+    def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        numbers = {name: float(value) for name, value in values.items() if np.ndim(value) == 0}
+        if not numbers:
+            return
+        try:
+            self._writer(kind).scalars(step, numbers)
+        except (OSError, ConfigurationError) as error:
+            logger.error("%s lacks step %d, the training goes on: %s", self.log_dir, step, error)
+            self._close(kind)  # with half an event at its end nobody reads on: the next one is in another file
+
+    def _close(self, kind: str) -> None:
+        if (writer := self._writers.pop(kind, None)) is not None:
+            with contextlib.suppress(OSError):
+                writer.close()
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps += 1
@@ -762,8 +784,8 @@ class TensorBoard(Callback):
                 self._write(kind, epoch, mine)
 
     def close(self) -> None:
-        while self._writers:
-            self._writers.popitem()[1].close()
+        for kind in list(self._writers):
+            self._close(kind)
 
     def state(self) -> dict[str, Any]:
         return {"steps": self._steps}

@@ -6,6 +6,7 @@ over last is lost with the process. Here they are written when `scalars` returns
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import time
@@ -65,10 +66,13 @@ class AppendedFile:
 
 
 class _Factory:
-    """How tensorboardX opens files whose paths begin with our prefix: through fsspec."""
+    """How tensorboardX opens a file whose path begins with our prefix: through fsspec."""
+
+    file: AppendedFile
 
     def open(self, path: str) -> AppendedFile:
-        return AppendedFile(path.removeprefix(f"{_PREFIX}:"))
+        self.file = AppendedFile(path.removeprefix(f"{_PREFIX}:"))
+        return self.file
 
     def directory_check(self, path: str) -> None:
         """The file makes its folder."""
@@ -89,11 +93,18 @@ class EventWriter:
             raise ConfigurationError(
                 f'event files need tensorboardX ({error}): pip install "pscluster[tensorboard]"'
             ) from error
-        register_writer_factory(_PREFIX, _Factory())
+        factory = _Factory()
+        register_writer_factory(_PREFIX, factory)
         # Its names have seconds: two writers in one second, of one process or of two, would share a file.
         own = f".{os.getpid()}.{fresh_id():x}"
         self._writer: Any = EventsWriter(f"{_PREFIX}:{os.fspath(log_dir).rstrip('/')}/events", own)
-        self._writer.flush()  # from the start on it is an event file
+        self._file = factory.file
+        try:
+            self._writer.flush()  # from the start on it is an event file
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.close()
+            raise
 
     @staticmethod
     def available() -> bool:
@@ -112,10 +123,13 @@ class EventWriter:
         self._writer.flush()
 
     def close(self) -> None:
-        """No more follow."""
+        """No more follow. OSError if what could not be written before can't be now; it is closed then, too."""
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            writer, self._writer = self._writer, None
+            try:
+                writer.close()
+            finally:
+                self._file.close()
 
     def __enter__(self) -> Self:
         return self
