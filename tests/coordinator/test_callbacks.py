@@ -149,7 +149,7 @@ def test_a_loop_of_ones_own(
 
 
 def test_states_go_to_whom_they_are_of(coordinator: ClusterCoordinator, optimizer: optimizers.Optimizer) -> None:
-    """Through JSON, which has infinity; where the callbacks are others now, they begin anew."""
+    """Through JSON, which has infinity; those that were not there before begin anew."""
 
     def made() -> CallbackList:
         plateau = callbacks.ReduceLROnPlateau(optimizer, "loss")
@@ -162,13 +162,16 @@ def test_states_go_to_whom_they_are_of(coordinator: ClusterCoordinator, optimize
         each.on_epoch_end(1, {"loss": 4.0})
     states = json.loads(json.dumps(first.states()))
     second = made()
-    assert json.loads(json.dumps(second.states()))[0]["best"] == math.inf
+    assert json.loads(json.dumps(second.states()))[0]["state"]["best"] == math.inf
     second.load_states(states)
     assert second.states() == first.states()
     other = CallbackList([callbacks.TerminateOnNaN(), *made().callbacks], coordinator)
-    before = other.states()
     other.load_states(states)
-    assert other.states() == before
+    assert other.states() == first.states()
+    last = CallbackList([callbacks.TensorBoard()], coordinator)
+    before = last.states()
+    last.load_states([each for each in states if each["callback"] != "TensorBoard"])
+    assert last.states() == before
 
 
 def test_closing(coordinator: ClusterCoordinator, caplog: pytest.LogCaptureFixture) -> None:
@@ -223,7 +226,7 @@ def test_which_way_is_better(name: str, mode: Any, sign: int) -> None:
         ({"patience": 3}, [3, 4, 4, 4, 4, 0], 4, 3),
         ({"min_delta": 0.5, "patience": 2}, [3, 2.6, 2.4, 2.3, 2.2, 1], 5, 2.4),
         ({"mode": "max"}, [1, 2, 3, 3, 9], 4, 3),
-        ({"baseline": 2.0, "patience": 2}, [3, 2.5, 1, 1], 2, 2.0),
+        ({"baseline": 2.0, "patience": 2}, [3, 2.5, 1, 1], 2, 2.5),
         ({"baseline": 2.0, "patience": 2}, [3, 1.5, 2, 1], 4, 1),
         ({"start_from_epoch": 3}, [1, 2, 3, 4, 3, 5, 0], 6, 3),
         ({}, [3, math.nan, 1], 2, 3),

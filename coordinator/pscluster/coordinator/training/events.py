@@ -18,7 +18,6 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from pscluster.core.errors import ConfigurationError, MisuseError
-from pscluster.core.identity import fresh_id
 
 _PREFIX = "pscluster"  # of our paths within tensorboardX, which finds by it who opens them
 
@@ -96,7 +95,8 @@ class EventWriter:
         factory = _Factory()
         register_writer_factory(_PREFIX, factory)
         # Its names have seconds: two writers in one second, of one process or of two, would share a file.
-        own = f".{os.getpid()}.{fresh_id():x}"
+        # And readers take the files of a folder in the order of their names.
+        own = f".{os.getpid()}.{time.time_ns()}"
         self._writer: Any = EventsWriter(f"{_PREFIX}:{os.fspath(log_dir).rstrip('/')}/events", own)
         self._file = factory.file
         try:
