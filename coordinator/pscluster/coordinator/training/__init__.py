@@ -1,0 +1,1 @@
+"""Training: the loop, what is called along with it, and what it writes."""
