@@ -283,7 +283,7 @@ class _Results:
 
 
 def _whole_lines(path: str) -> list[str]:
-    """Those of an earlier evaluator. What it wrote of one and did not end is removed; CheckpointError if it can't be."""
+    """Of an earlier evaluator. One that it did not end is removed. CheckpointError if that can't be."""
     with folder.written(path):
         fs, place = fsspec.core.url_to_fs(path)
         if not fs.exists(place):
