@@ -288,7 +288,7 @@ def _whole_lines(path: str) -> list[str]:
         fs, place = fsspec.core.url_to_fs(path)
         if not fs.exists(place):
             return []
-        data = fs.cat_file(place)
+        data: bytes = fs.cat_file(place)
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             folder.written_aside(path, whole)()

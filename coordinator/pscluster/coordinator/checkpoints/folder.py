@@ -78,9 +78,10 @@ def is_finished(directory: str) -> bool:
 
 def go_on(directory: str) -> None:
     """More will come. CheckpointError if it can't be taken back that none would."""
-    with written(directory), contextlib.suppress(FileNotFoundError):
-        fs, place = fsspec.core.url_to_fs(join(directory, FINISHED))
-        fs.rm_file(place)
+    if exists(directory, FINISHED):  # one who may write need not be one who may remove
+        with written(directory), contextlib.suppress(FileNotFoundError):
+            fs, place = fsspec.core.url_to_fs(join(directory, FINISHED))
+            fs.rm_file(place)
 
 
 def written_aside(path: str, data: bytes) -> Callable[[], object]:
