@@ -182,7 +182,7 @@ def test_only_what_is_asked_for_is_read(sharding_strategy: ParameterServerStrate
 
 
 def test_little_more_than_itself_is_in_memory(cluster: LocalCluster, tmp_path: Path) -> None:
-    """To read a variable takes its bytes and a few MiB."""
+    """To read a variable takes its bytes, those of a shard, and a few MiB."""
     values = np.random.default_rng(1).normal(size=(1024, 2048))
     with ParameterServerStrategy(cluster, lambda _shape, _dtype: [3, 2]) as strategy:
         with strategy.scope():
@@ -195,7 +195,7 @@ def test_little_more_than_itself_is_in_memory(cluster: LocalCluster, tmp_path: P
     finally:
         tracemalloc.stop()
     np.testing.assert_array_equal(found, values)
-    assert peak < values.nbytes * 1.5, f"{peak:,} bytes for {values.nbytes:,}"
+    assert peak < values.nbytes * 7 / 6 + (4 << 20), f"{peak:,} bytes for {values.nbytes:,}"
 
 
 # Which ones

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import fsspec
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
 from pscluster.coordinator.checkpoints.folder import reason
-from pscluster.coordinator.checkpoints.index import Index, SavedVariable, check_whole, dtype_of, read_index
-from pscluster.coordinator.checkpoints.saved import in_order
+from pscluster.coordinator.checkpoints.index import (
+    Index,
+    SavedTensor,
+    SavedVariable,
+    check_whole,
+    dtype_of,
+    read_index,
+)
 from pscluster.coordinator.render import rendered
 from pscluster.core.errors import CheckpointError
 from pscluster.ps.checkpoints.tensor_files import (
+    CHUNK_BYTES,
+    Array,
     TensorToWrite,
     join,
     tensor_name,
@@ -25,6 +36,7 @@ from pscluster.ps.checkpoints.tensor_files import (
 from pscluster.ps.rules import RULES
 
 _FILE_BYTES = 4 << 30  # of a merged file, about
+_LEAST_READ_BYTES = 64 << 10
 
 
 def inspect(path: str) -> str:
@@ -123,7 +135,7 @@ def _whole(path: str, index: Index, variable: SavedVariable, key: str) -> Tensor
     if key.startswith("average/"):  # where none was saved, the value is the average
         parts = {tensor.shard: tensor for tensor in variable.arrays["value"]} | parts
     fill = _fill(index, key) if key.startswith("slot/") else 0.0
-    return TensorToWrite(name, dtype, variable.shape, in_order(path, variable, parts, dtype, fill))
+    return TensorToWrite(name, dtype, variable.shape, _in_order(path, variable, parts, dtype, fill))
 
 
 def _fill(index: Index, key: str) -> float:
@@ -135,6 +147,64 @@ def _fill(index: Index, key: str) -> float:
         return 0.0
     numbers = {name: float(number) for name, number in spec.get("numbers", {}).items()}
     return rule.from_spec(numbers, spec.get("flags", {})).slots.get(slot, 0.0)
+
+
+class _Shard:
+    """The elements of a saved shard, in order, a few at a time. Verified when the last one has been taken."""
+
+    def __init__(self, path: str, tensor: SavedTensor, chunk_bytes: int) -> None:
+        self._dtype = dtype_of(tensor.dtype)
+        self._left = tensor.bytes
+        self._data = bytearray()
+        self._chunks = verified(
+            join(path, tensor.file), tensor.tensor, tensor.offset, tensor.bytes, tensor.sha256, chunk_bytes
+        )
+
+    def take(self, shape: tuple[int, ...]) -> Array:
+        size = math.prod(shape) * self._dtype.itemsize
+        while len(self._data) < size:
+            self._data += next(self._chunks)
+        taken: Array = np.frombuffer(bytes(self._data[:size]), self._dtype).reshape(shape)
+        del self._data[:size]
+        self._left -= size
+        if not self._left:
+            next(self._chunks, None)  # compares the digests
+        return taken
+
+
+def _in_order(
+    path: str, variable: SavedVariable, parts: dict[int, SavedTensor], dtype: np.dtype[Any], fill: float
+) -> Iterator[bytes]:
+    """The bytes of the whole, some of it at a time; shards that lie side by side are read side by side."""
+    shape = variable.shape
+    if math.prod(shape) == 0:
+        return
+    blocks = [(number, block) for number, block in enumerate(variable.partition.blocks()) if block.size]
+    side_by_side = variable.partition.num_shards // (variable.partition.grid[0] if shape else 1)
+    chunk_bytes = max(_LEAST_READ_BYTES, CHUNK_BYTES // side_by_side)
+    shards = {number: _Shard(path, tensor, chunk_bytes) for number, tensor in parts.items()}
+    if not shape:
+        yield shards[0].take(()).astype(dtype, copy=False).tobytes()
+        return
+    # Rows of the first axis whose rows are small. The axes before it are walked through one index at a time.
+    row_bytes = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
+    axis = next(axis for axis, size in enumerate(row_bytes) if size <= CHUNK_BYTES)
+    many = CHUNK_BYTES // row_bytes[axis]
+    for before in np.ndindex(shape[:axis]):
+        here = [
+            each
+            for each in blocks
+            if all(a <= at < b for at, a, b in zip(before, each[1].start, each[1].stop, strict=False))
+        ]
+        for start in range(0, shape[axis], many):
+            stop = min(start + many, shape[axis])
+            rows = np.full((stop - start, *shape[axis + 1 :]), fill, dtype)
+            for number, block in here:
+                low, high = max(start, block.start[axis]), min(stop, block.stop[axis])
+                if low < high and number in shards:
+                    place = (slice(low - start, high - start), *block.slices[axis + 1 :])
+                    rows[place] = shards[number].take((high - low, *block.shape[axis + 1 :]))
+            yield rows.tobytes()
 
 
 def _file_system(path: str) -> tuple[Any, str]:
