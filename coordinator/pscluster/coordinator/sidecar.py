@@ -129,7 +129,7 @@ class SidecarEvaluator:
         Raises:
             WaitTimeoutError: there was no new one for `timeout` seconds.
             MisuseError: what `fn` gives are no numbers.
-            CheckpointError: the results can't be read or written.
+            CheckpointError, ConfigurationError, OSError: the results can't be read or written.
             Exception: what `fn` raises, with a note of the checkpoint. A checkpoint that is removed or damaged is none
                 of its faults: it is logged, and the next one waited for.
         """
