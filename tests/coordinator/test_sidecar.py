@@ -525,13 +525,14 @@ class Flaky(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     store: dict[str, Any] = {}  # noqa: RUF012  (as that of its base)
     pseudo_dirs = [""]  # noqa: RUF012
     failures = 0
+    error: BaseException = OSError(5, "Input/output error")
 
-    def exists(self, path: str, **options: Any) -> bool:
-        """OSError, so often."""
+    def info(self, path: str, **options: Any) -> Any:
+        """An error, so often."""
         if type(self).failures and "ckpt" in path:
             type(self).failures -= 1
-            raise OSError(5, "Input/output error")
-        return bool(super().exists(path, **options))
+            raise type(self).error
+        return super().info(path, **options)
 
 
 def test_a_store_that_does_not_answer(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -553,6 +554,21 @@ def test_a_store_that_does_not_answer(job: Job, caplog: pytest.LogCaptureFixture
     with pytest.raises(WaitTimeoutError, match=r"no new checkpoint in flaky://run for 0\.01 s: .*Input/output error"):
         evaluator.run()
     assert [json.loads(line)["number"] for line in fs.cat_file(f"{where}/evaluations/{RESULTS}").splitlines()] == [1, 2]
+
+
+def test_a_signal_while_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not lost in fsspec, whose `exists` takes every exception for a no."""
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr(Flaky, "error", KeyboardInterrupt())
+    for call in (
+        lambda: folder.exists("flaky://run/ckpt-000001", folder.INDEX),
+        lambda: folder.numbers("flaky://run/ckpt", whole=True),
+        lambda: folder.where("flaky://run/ckpt-000001"),
+        lambda: SidecarEvaluator(worth, "flaky://ckpt", log_dir="flaky://log", timeout=PATIENCE).run(),
+    ):
+        monkeypatch.setattr(Flaky, "failures", 1)
+        with pytest.raises(KeyboardInterrupt):
+            call()
 
 
 # The end

@@ -286,7 +286,7 @@ def _whole_lines(path: str) -> list[str]:
     """Of an earlier evaluator. One that it did not end is removed. CheckpointError if that can't be."""
     with folder.written(path):
         fs, place = fsspec.core.url_to_fs(path)
-        if not fs.exists(place):
+        if not folder.there(fs, place):
             return []
         data: bytes = fs.cat_file(place)
         whole = data[: data.rfind(b"\n") + 1]

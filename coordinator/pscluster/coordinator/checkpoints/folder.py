@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
@@ -33,11 +34,11 @@ def numbers(directory: str, *, whole: bool) -> list[int]:
     with _accessible(directory, "can't be looked into"):
         fs, place = fsspec.core.url_to_fs(directory)
         fs.invalidate_cache()
-        if not fs.exists(place):
+        if not there(fs, place):
             return []
         names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in fs.ls(place, detail=True)]
         found = [int(name[5:]) for name in names if re.fullmatch(r"ckpt-([0-9]{6}|[1-9][0-9]{6,})", name)]
-        return sorted(n for n in found if not whole or fs.exists(f"{path_of(place, n)}/{INDEX}"))
+        return sorted(n for n in found if not whole or there(fs, f"{path_of(place, n)}/{INDEX}"))
 
 
 def where(path: str | Path) -> str:
@@ -49,12 +50,22 @@ def where(path: str | Path) -> str:
     return text if newest is None else path_of(text, newest)
 
 
+def there(fs: Any, place: str) -> bool:
+    """Whether there is such a file or directory. The file system's own `exists` says no, too, where it can't look, and
+    where SIGTERM or Ctrl-C came meanwhile, which are lost then."""
+    try:
+        fs.info(place)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def exists(directory: str, name: str) -> bool:
     """Whether such a file is there. CheckpointError if one can't look."""
     with _accessible(directory, "can't be looked into"):
         fs, place = fsspec.core.url_to_fs(directory)
         fs.invalidate_cache()
-        return bool(fs.exists(join(place, name)))
+        return there(fs, join(place, name))
 
 
 def finish(directory: str) -> None:

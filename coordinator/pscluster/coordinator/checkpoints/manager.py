@@ -27,7 +27,7 @@ import fsspec
 from google.protobuf.json_format import MessageToDict
 
 from pscluster.coordinator.checkpoints import folder
-from pscluster.coordinator.checkpoints.folder import INDEX, reason
+from pscluster.coordinator.checkpoints.folder import INDEX, reason, there
 from pscluster.coordinator.checkpoints.index import (
     Index,
     SavedTensor,
@@ -257,13 +257,13 @@ class MarkedCheckpoint:
         try:
             fs, where = fsspec.core.url_to_fs(path)
             fs.makedirs(where, exist_ok=True)
-            if fs.exists(join(where, INDEX)):
+            if there(fs, join(where, INDEX)):
                 raise CheckpointError(f"there is a checkpoint in {path} already: nothing is written over one")
             replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self._mark, path, _bytes(self._strategy))
             reach("coordinator.parts.after")
             for server, reply in enumerate(replies):
                 name = part_name(server, client.num_servers)
-                if not fs.exists(join(where, name)) or fs.size(join(where, name)) != reply.bytes:
+                if not there(fs, join(where, name)) or fs.size(join(where, name)) != reply.bytes:
                     raise CheckpointError(
                         f"ps {server} has written {name}, which is not here in {path}: the directory must be the same "
                         "for all parameter servers and the coordinator"
@@ -282,7 +282,7 @@ class MarkedCheckpoint:
 def _remove_remains(path: str) -> None:
     """Of a checkpoint that was not written: on a full disk they would be in the way of the next."""
     fs, where = fsspec.core.url_to_fs(path)
-    if fs.exists(where) and not fs.exists(join(where, INDEX)):
+    if there(fs, where) and not there(fs, join(where, INDEX)):
         fs.rm(where, recursive=True)
 
 

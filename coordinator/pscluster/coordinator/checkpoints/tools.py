@@ -13,7 +13,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from pscluster.coordinator.checkpoints.folder import reason
+from pscluster.coordinator.checkpoints.folder import reason, there
 from pscluster.coordinator.checkpoints.index import (
     Index,
     SavedTensor,
@@ -101,7 +101,7 @@ def merge(path: str, out: str, *, file_bytes: int = _FILE_BYTES) -> list[str]:
     check_whole(index, path)
     fs, where = _file_system(out)
     index_name = "model.safetensors.index.json"
-    if fs.exists(join(where, index_name)):
+    if there(fs, join(where, index_name)):
         raise CheckpointError(f"{out} has a {index_name} already: give another directory")
     wholes: list[list[TensorToWrite]] = [[]]
     for variable in index.variables.values():
