@@ -35,6 +35,7 @@ from pscluster.coordinator import (
 from pscluster.coordinator.api import Checkpoint, CheckpointManager, RestoredFrom
 from pscluster.coordinator.checkpoints import manager as manager_module
 from pscluster.coordinator.checkpoints import tools
+from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import check_whole, read_index
 from pscluster.coordinator.checkpoints.manager import MarkedCheckpoint
 from pscluster.coordinator.cli import cli
@@ -200,7 +201,7 @@ def test_a_url(model: Model, tmp_path: Path) -> None:
         model.train(9)
         assert manager.restore() == path
     assert model.facts() == before
-    assert tools.where(f"file://{tmp_path}/checkpoints") == path
+    assert where(f"file://{tmp_path}/checkpoints") == path
     tools.verify(path)
     with pytest.raises(CheckpointError, match="ghostly"):
         CheckpointManager("ghostly://bucket/run", strategy=model.strategy).save()

@@ -246,6 +246,7 @@ SCRIPT = """
         manager.restore()
     else:
         dense.assign(np.full((4, 2), float(total)))
+    manager.finish()
     manager.close()
     note(folder, "result", " ".join(map(str, sorted({*dense.numpy().reshape(-1), *other.numpy().reshape(-1)}))))
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pscluster.coordinator.checkpoints import Checkpoint, CheckpointManager, RestoredFrom
+from pscluster.coordinator.checkpoints import Checkpoint, CheckpointManager, RestoredFrom, SavedVariables
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.distributed import DataPart, DistributedDataset
@@ -16,6 +16,7 @@ from pscluster.coordinator.partitioners import (
 from pscluster.coordinator.progress import ProgressLine
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.server import Server
+from pscluster.coordinator.sidecar import SidecarEvaluator
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.training import callbacks
 from pscluster.coordinator.training.history import History
@@ -55,8 +56,10 @@ __all__ = [
     "RemoteValue",
     "RemoteValueStatus",
     "RestoredFrom",
+    "SavedVariables",
     "Server",
     "ShardedVariable",
+    "SidecarEvaluator",
     "SimpleClusterResolver",
     "TFConfigClusterResolver",
     "Variable",

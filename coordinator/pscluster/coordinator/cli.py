@@ -137,18 +137,18 @@ def checkpoint_group() -> None:
 @click.argument("directory")
 def inspect_command(directory: str) -> None:
     """Print what is in a checkpoint."""
-    from pscluster.coordinator.checkpoints import tools
+    from pscluster.coordinator.checkpoints import folder, tools
 
-    click.echo(tools.inspect(tools.where(directory)))
+    click.echo(tools.inspect(folder.where(directory)))
 
 
 @checkpoint_group.command("verify")
 @click.argument("directory")
 def verify_command(directory: str) -> None:
     """Compare every byte with what was written. Exit code 0: it is whole."""
-    from pscluster.coordinator.checkpoints import tools
+    from pscluster.coordinator.checkpoints import folder, tools
 
-    path = tools.where(directory)
+    path = folder.where(directory)
     index = tools.verify(path)
     click.echo(f"{path} is whole: {len(index.variables)} variables, {index.nbytes:,} bytes in {len(index.files)} files")
 
@@ -158,9 +158,9 @@ def verify_command(directory: str) -> None:
 @click.argument("out")
 def merge_command(directory: str, out: str) -> None:
     """Write the variables whole to the directory OUT, as sharded safetensors with the usual index."""
-    from pscluster.coordinator.checkpoints import tools
+    from pscluster.coordinator.checkpoints import folder, tools
 
-    for name in tools.merge(tools.where(directory), out):
+    for name in tools.merge(folder.where(directory), out):
         click.echo(f"{out.rstrip('/')}/{name}")
 
 

@@ -36,10 +36,7 @@ class JobProgress:
         """What was kept last; {} if nothing was."""
         if self._variable is None and not self._strategy.lives(self._name):
             return {}
-        data = self._bytes().read_value().tobytes()
-        size = int.from_bytes(data[:_LENGTH_BYTES], "little")
-        found: dict[str, Any] = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + size]) if size else {}
-        return found
+        return decoded(self._bytes().read_value().tobytes())
 
     def save(self, values: Mapping[str, Any]) -> None:
         """In place of what was kept before."""
@@ -74,6 +71,13 @@ class JobProgress:
                     zeros, name=self._name, trainable=False, partitioner=FixedShardsPartitioner(1)
                 )
         return self._variable
+
+
+def decoded(data: bytes) -> dict[str, Any]:
+    """What was kept, from the variable's bytes."""
+    size = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    found: dict[str, Any] = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + size]) if size else {}
+    return found
 
 
 def _plain(value: object) -> object:

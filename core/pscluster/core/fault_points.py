@@ -99,6 +99,8 @@ POINTS: dict[str, str] = {
     "coordinator.index.after": "it has its name: the checkpoint counts; older ones are still there",
     "coordinator.remove.before": "an old checkpoint is to go, and is whole",
     "coordinator.remove.after": "its index is gone, and its parts are still there",
+    "coordinator.finished.before": "that no more checkpoints come is written under a name that does not count",
+    "coordinator.finished.after": "it has its name: who looks on ends",
     "coordinator.stage.after": "all servers have read a checkpoint, and use none of it",
     "coordinator.commit.after": "all servers use it",
     "coordinator.end.before": "the job is to be ended, and no role knows of it",

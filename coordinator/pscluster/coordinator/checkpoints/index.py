@@ -17,6 +17,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
+from pscluster.coordinator.checkpoints.folder import INDEX, reason, written, written_aside
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
@@ -24,7 +25,6 @@ from pscluster.core.geometry import Partition
 from pscluster.ps.checkpoints.tensor_files import join, tensor_name
 from pscluster.v1 import ps_pb2
 
-INDEX = "index.json"
 FORMAT = "pscluster-checkpoint"
 VERSION = 1
 
@@ -146,16 +146,11 @@ class Index:
 def write_index(directory: str, index: Index) -> None:
     """From now on the directory is a checkpoint. CheckpointError if it can't be written."""
     path = join(directory, INDEX)
-    try:
-        fs, where = fsspec.core.url_to_fs(path)
-        new = f"{where}.new"
-        with fs.open(new, "wb") as file:
-            file.write(index.to_json())
+    with written(path):
+        rename = written_aside(path, index.to_json())
         reach("coordinator.index.before")
-        fs.mv(new, where)
+        rename()
         reach("coordinator.index.after")
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{path} can't be written: {reason(error)}") from error
 
 
 def read_index(directory: str) -> Index:
@@ -239,8 +234,3 @@ def dtype_of(name: str) -> np.dtype[Any]:
         return dtype_named(name)
     except (MisuseError, ProtocolError) as error:
         raise CheckpointError(str(error)) from None
-
-
-def reason(error: BaseException) -> str:
-    """Why a file or a directory could not be used, in the system's words where it has any."""
-    return getattr(error, "strerror", None) or str(error)

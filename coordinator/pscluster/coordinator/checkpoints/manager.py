@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import enum
 import logging
-import re
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -27,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 from google.protobuf.json_format import MessageToDict
 
+from pscluster.coordinator.checkpoints import folder
+from pscluster.coordinator.checkpoints.folder import INDEX, reason, there
 from pscluster.coordinator.checkpoints.index import (
-    INDEX,
     Index,
     SavedTensor,
     SavedVariable,
     check_whole,
     read_index,
-    reason,
     write_index,
 )
 from pscluster.coordinator.job_progress import NAME as PROGRESS
@@ -265,13 +264,13 @@ class MarkedCheckpoint:
         try:
             fs, where = fsspec.core.url_to_fs(path)
             fs.makedirs(where, exist_ok=True)
-            if fs.exists(join(where, INDEX)):
+            if there(fs, join(where, INDEX)):
                 raise CheckpointError(f"there is a checkpoint in {path} already: nothing is written over one")
             replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self._mark, path, _bytes(self._strategy))
             reach("coordinator.parts.after")
             for server, reply in enumerate(replies):
                 name = part_name(server, client.num_servers)
-                if not fs.exists(join(where, name)) or fs.size(join(where, name)) != reply.bytes:
+                if not there(fs, join(where, name)) or fs.size(join(where, name)) != reply.bytes:
                     raise CheckpointError(
                         f"ps {server} has written {name}, which is not here in {path}: the directory must be the same "
                         "for all parameter servers and the coordinator"
@@ -290,7 +289,7 @@ class MarkedCheckpoint:
 def _remove_remains(path: str) -> None:
     """Of a checkpoint that was not written: on a full disk they would be in the way of the next."""
     fs, where = fsspec.core.url_to_fs(path)
-    if fs.exists(where) and not fs.exists(join(where, INDEX)):
+    if there(fs, where) and not there(fs, join(where, INDEX)):
         fs.rm(where, recursive=True)
 
 
@@ -347,27 +346,12 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """Paths of the whole ones, the newest last."""
-        return [self._path(number) for number in self._numbers(whole=True)]
+        return [folder.path_of(self.directory, number) for number in folder.numbers(self.directory, whole=True)]
 
     @property
     def latest_checkpoint(self) -> str | None:
         """The newest one."""
         return next(reversed(self.checkpoints), None)
-
-    def _path(self, number: int) -> str:
-        return f"{self.directory.rstrip('/')}/ckpt-{number:06d}"
-
-    def _numbers(self, *, whole: bool) -> list[int]:
-        try:
-            fs, where = fsspec.core.url_to_fs(self.directory)
-            fs.invalidate_cache()
-            if not fs.exists(where):
-                return []
-            names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in fs.ls(where, detail=True)]
-            found = [int(name[5:]) for name in names if re.fullmatch(r"ckpt-([0-9]{6}|[1-9][0-9]{6,})", name)]
-            return sorted(n for n in found if not whole or fs.exists(f"{where.rstrip('/')}/ckpt-{n:06d}/{INDEX}"))
-        except (OSError, ValueError, ImportError) as error:
-            raise CheckpointError(f"{self.directory} can't be looked into: {reason(error)}") from error
 
     # Saving
 
@@ -390,9 +374,10 @@ class CheckpointManager:
             if self._closed:
                 raise MisuseError("this CheckpointManager is closed: make another one")
             # Never a number twice: a server that did not hear of a failure may still be writing there.
-            number = self._last = max([self._last, *self._numbers(whole=False)]) + 1
+            number = self._last = max([self._last, *folder.numbers(self.directory, whole=False)]) + 1
+            folder.go_on(self.directory)  # before there is one more: who looks on must not take it for the last
             marked = self.checkpoint.mark(number)
-            future = self._pending = self._writer.submit(self._write, marked, self._path(number))
+            future = self._pending = self._writer.submit(self._write, marked, folder.path_of(self.directory, number))
         if wait:
             future.result()
         return future
@@ -433,21 +418,21 @@ class CheckpointManager:
                 raise CheckpointError(f"checkpoints in {self.directory} can't be removed: {reason(error)}") from error
 
     def _remove_old(self) -> None:
-        whole = self._numbers(whole=True)
+        whole = folder.numbers(self.directory, whole=True)
         self._remove(keep=whole if self.max_to_keep is None else whole[-self.max_to_keep :])
 
     def _remove(self, keep: Collection[int]) -> None:
         """All but these, and but what is newer than all whole ones: somebody may be writing it."""
-        newest = max(self._numbers(whole=True), default=0)
+        newest = max(folder.numbers(self.directory, whole=True), default=0)
         fs, where = fsspec.core.url_to_fs(self.directory)
-        for number in self._numbers(whole=False):
+        for number in folder.numbers(self.directory, whole=False):
             if number not in keep and number <= newest:
-                folder = f"{where.rstrip('/')}/ckpt-{number:06d}"
+                old = folder.path_of(where, number)
                 reach("coordinator.remove.before")
                 with contextlib.suppress(FileNotFoundError):
-                    fs.rm_file(f"{folder}/{INDEX}")  # first: what is half removed is no checkpoint
+                    fs.rm_file(join(old, INDEX))  # first: what is half removed is no checkpoint
                 reach("coordinator.remove.after")
-                fs.rm(folder, recursive=True)
+                fs.rm(old, recursive=True)
 
     def _save_now_and_then(self, every: float) -> None:
         while not self._stop.wait(every):
@@ -457,14 +442,29 @@ class CheckpointManager:
                 if not self._stop.is_set():
                     logger.error("no checkpoint was made: %s", error)
 
+    def finish(self) -> None:
+        """Say that no more come, once the last one is written: those who look on, such as a `SidecarEvaluator`, end.
+
+        None is made by itself any more. A save takes it back, also one of another manager into the same directory.
+
+        Raises:
+            CheckpointError: it can't be written.
+        """
+        self._end_timer()
+        with self._alone():
+            folder.finish(self.directory)
+
     def close(self) -> None:
         """No more are made; one that is being written is waited for."""
-        self._stop.set()
-        if self._timer is not None:
-            self._timer.join()
+        self._end_timer()
         with self._lock:
             self._closed = True
         self._writer.shutdown()
+
+    def _end_timer(self) -> None:
+        self._stop.set()
+        if self._timer is not None:
+            self._timer.join()
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -14,15 +13,14 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from pscluster.coordinator.checkpoints.folder import reason, there
 from pscluster.coordinator.checkpoints.index import (
-    INDEX,
     Index,
     SavedTensor,
     SavedVariable,
     check_whole,
     dtype_of,
     read_index,
-    reason,
 )
 from pscluster.coordinator.render import rendered
 from pscluster.core.errors import CheckpointError
@@ -103,7 +101,7 @@ def merge(path: str, out: str, *, file_bytes: int = _FILE_BYTES) -> list[str]:
     check_whole(index, path)
     fs, where = _file_system(out)
     index_name = "model.safetensors.index.json"
-    if fs.exists(join(where, index_name)):
+    if there(fs, join(where, index_name)):
         raise CheckpointError(f"{out} has a {index_name} already: give another directory")
     wholes: list[list[TensorToWrite]] = [[]]
     for variable in index.variables.values():
@@ -207,21 +205,6 @@ def _in_order(
                     place = (slice(low - start, high - start), *block.slices[axis + 1 :])
                     rows[place] = shards[number].take((high - low, *block.shape[axis + 1 :]))
             yield rows.tobytes()
-
-
-def where(path: str | Path) -> str:
-    """A path or URL as given on the command line: of a checkpoint, or of a directory of them: the newest then."""
-    text = str(path).rstrip("/")
-    fs, place = _file_system(text)
-    try:
-        if fs.exists(f"{place}/{INDEX}") or not fs.exists(place):
-            return text
-        names = [entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(place, detail=False)]
-        whole = [name for name in names if name.startswith("ckpt-") and fs.exists(f"{place}/{name}/{INDEX}")]
-    except OSError as error:
-        raise CheckpointError(f"{text} can't be looked into: {reason(error)}") from error
-    newest = max(whole, key=lambda name: (len(name), name), default=None)
-    return f"{text}/{newest}" if newest else text
 
 
 def _file_system(path: str) -> tuple[Any, str]:

@@ -39,8 +39,9 @@ class AppendedFile:
             self._file, self._whole = None, bytearray()
             if isinstance(self._fs, LocalFileSystem):
                 self._file = open(self._where, "ab")  # noqa: SIM115  (closed by `close`)
-            elif self._fs.exists(self._where):
-                self._whole += self._fs.cat_file(self._where)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    self._whole += self._fs.cat_file(self._where)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigurationError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from error
 
