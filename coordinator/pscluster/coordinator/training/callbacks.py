@@ -563,7 +563,7 @@ class _Saving(Callback):
 
 
 class ModelCheckpoint(_Saving):
-    """Saves checkpoints as the training goes on.
+    """Saves checkpoints as the training goes on; at its end, a `SidecarEvaluator` is told that none follows.
 
     Args:
         directory: which every server must see under the same path; or a URL of fsspec.
@@ -603,6 +603,12 @@ class ModelCheckpoint(_Saving):
             self._save(wait=True)
         elif value is not None and self._monitor.improves(value) and self._save(wait=True):
             self._monitor.best = value
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        try:
+            self.manager.finish()
+        except CheckpointError as error:
+            logger.error("who waits for checkpoints in %s is not told that none follows: %s", self.directory, error)
 
     def on_train_interrupted(self, logs: Logs | None = None) -> None:
         if self._monitor is None:
