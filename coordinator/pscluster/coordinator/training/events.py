@@ -95,8 +95,9 @@ class EventWriter:
             ) from error
         factory = _Factory()
         register_writer_factory(_PREFIX, factory)
-        # Its names have seconds: two writers in one second, of one process or of two, would share a file.
-        own = f".{os.getpid()}.{fresh_id():x}"
+        # Its names have seconds: two writers in one second, of one process or of two, would share a file. TensorBoard
+        # reads the files in the order of their names.
+        own = f".{time.time_ns():020}.{os.getpid()}.{fresh_id():x}"
         self._writer: Any = EventsWriter(f"{_PREFIX}:{os.fspath(log_dir).rstrip('/')}/events", own)
         self._file = factory.file
         try:
