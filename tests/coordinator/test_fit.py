@@ -138,10 +138,7 @@ class Raises(Callback):
     def __init__(self, hook: str, error: BaseException, batch: int = 0) -> None:
         self.error: BaseException | None = error
         self.hook, self.batch = hook, batch
-        if "batch" in hook:  # what the class has is called for batches
-            self.__class__ = type("Raises", (Raises,), {hook: Raises._raise})
-        else:
-            setattr(self, hook, self._raise)
+        setattr(self, hook, self._raise)
 
     def _raise(self, number: Any = None, logs: Any = None) -> None:
         if self.error is not None and ("batch" not in self.hook or number >= self.batch):
