@@ -531,15 +531,15 @@ class Dies(callbacks.Callback):
             raise RuntimeError("power failure")
 
 
-@pytest.mark.parametrize("save_freq", ["epoch", 3])
-def test_going_on_from_a_backup(cluster: LocalCluster, tmp_path: Path, save_freq: Any) -> None:
+@pytest.mark.parametrize(("save_freq", "every"), [("epoch", None), (3, None), ("epoch", 1e-6)])
+def test_going_on_from_a_backup(cluster: LocalCluster, tmp_path: Path, save_freq: Any, every: float | None) -> None:
     """With the variables and the position in the data of one moment, so that every step counts once; then it goes."""
     epochs: list[list[int]] = []
     for number in range(2):
         with ParameterServerStrategy(cluster) as strategy:
             model, coordinator = Counter(strategy), ClusterCoordinator(strategy)
             data = coordinator.distribute_dataset(np.arange(2 * STEPS))
-            backup = callbacks.BackupAndRestore(str(tmp_path / "backup"), save_freq=save_freq, every=None)
+            backup = callbacks.BackupAndRestore(str(tmp_path / "backup"), save_freq=save_freq, every=every)
             log = callbacks.CSVLogger(tmp_path / "log.csv")
             calls = [backup, log, Dies(2, 5)][: 3 - number]
             arguments: dict[str, Any] = {"epochs": 4, "steps_per_execution": 1, "callbacks": calls, "verbose": 0}

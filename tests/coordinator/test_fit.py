@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import re
 import signal
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from rich.console import Console
 from tests.conftest import NUM_WORKERS, PATIENCE, until
 from tests.faults.steps import die_once, first_time, note
 from tests.faults.support import running_job
@@ -26,6 +29,7 @@ from pscluster.coordinator import (
     IndexedSlices,
     LocalCluster,
     ParameterServerStrategy,
+    ProgressLine,
     RemoteValue,
     SimpleClusterResolver,
     Variable,
@@ -134,10 +138,7 @@ class Raises(Callback):
     def __init__(self, hook: str, error: BaseException, batch: int = 0) -> None:
         self.error: BaseException | None = error
         self.hook, self.batch = hook, batch
-        if "batch" in hook:  # what the class has is called for batches
-            self.__class__ = type("Raises", (Raises,), {hook: Raises._raise})
-        else:
-            setattr(self, hook, self._raise)
+        setattr(self, hook, self._raise)
 
     def _raise(self, number: Any = None, logs: Any = None) -> None:
         if self.error is not None and ("batch" not in self.hook or number >= self.batch):
@@ -751,3 +752,64 @@ def test_a_live_line(
     assert re.search(r"epoch 1/1 +loss \d+\.\d{4} +twice", text)
     assert "8/8" in text
     assert re.fullmatch(END, text.strip().splitlines()[-1].strip())
+
+
+NOTEBOOK = {
+    "IPython/display.py": """
+        shown = []
+        display = shown.append
+    """,
+    "ipywidgets.py": """
+        from contextlib import nullcontext
+
+        class Output(nullcontext):
+            cleared = 0
+
+            def clear_output(self, wait):
+                self.cleared += 1
+    """,
+}
+
+
+@pytest.fixture(params=["with ipywidgets", "without"])
+def notebook(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
+    """What is displayed. Stands for IPython and ipywidgets, of which rich uses this much."""
+    (tmp_path / "IPython").mkdir()
+    for name, source in NOTEBOOK.items():
+        if request.param == "with ipywidgets" or name != "ipywidgets.py":
+            (tmp_path / name).write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("IPython.display").shown
+    for name in ("IPython", "IPython.display", "ipywidgets"):
+        sys.modules.pop(name, None)
+
+
+def test_a_notebook(coordinator: ClusterCoordinator, notebook: list[Any]) -> None:
+    """With what rich needs there, the line is live; without it there are plain ones."""
+    with ProgressLine(coordinator, 3, Console(force_jupyter=True), label="epoch 1/1") as line:
+        for _ in range(3):
+            line.update(1, loss=0.5)
+    texts = [each.text for each in notebook if hasattr(each, "text") and each.text.strip()]
+    assert "loss 0.5000" in texts[-1]
+    assert "3/3" in texts[-1]
+    widgets = [each for each in notebook if hasattr(each, "cleared")]
+    assert len(widgets) == any("\u2501" in text for text in texts), "with a bar"
+    assert len(widgets) == (importlib.util.find_spec("ipywidgets") is not None)
+    assert all(widget.cleared > 1 for widget in widgets)
+
+
+def test_progress_over_what_is_skipped(
+    coordinator: ClusterCoordinator, model: Counted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What can't be read is done with, too: the line comes to its end."""
+
+    def unreadable(number: Any) -> Any:
+        if number == 17:
+            raise ValueError("torn")
+        return number
+
+    data = coordinator.distribute_dataset(np.arange(EXAMPLES), on_error="skip", retries=0).map(unreadable).batch(SIZE)
+    coordinator.fit(model.step(), data)
+    assert "step 8/8" in capsys.readouterr().out
+    assert data.skipped == SIZE
+    assert sum(model.counts) == EXAMPLES - SIZE

@@ -1,7 +1,8 @@
-"""A progress line: live in a terminal or a notebook, plain lines now and then in a pipe."""
+"""A progress line: live in a terminal, and in a notebook that has ipywidgets; plain lines now and then elsewhere."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 import time
@@ -23,6 +24,11 @@ LIVE_SECONDS = 0.05
 def choose_console() -> Console:
     """Standard error in a terminal, else standard output."""
     return Console(stderr=True) if sys.stderr.isatty() else Console()
+
+
+def _is_notebook(console: Console) -> bool:
+    """One in which rich can show what changes; it says that it is no terminal."""
+    return console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
 
 
 class ProgressLine:
@@ -60,7 +66,7 @@ class ProgressLine:
         self._begin = time.monotonic()
         self._said = -math.inf
         self._live: Progress | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal or _is_notebook(self._console):
             self._live = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=20),
@@ -81,6 +87,7 @@ class ProgressLine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
+            self._live.refresh()  # in a notebook its end shows what was shown last
             self._live.stop()
 
     def update(

@@ -163,7 +163,10 @@ class CallbackList(Callback):
             each.training = self.training
         hooks = ("on_train_batch_begin", "on_train_batch_end")
         self.wants_begin, self.wants_end = (
-            any(getattr(type(each), hook) is not getattr(Callback, hook) for each in self.callbacks) for hook in hooks
+            any(
+                getattr(getattr(each, hook), "__func__", None) is not getattr(Callback, hook) for each in self.callbacks
+            )
+            for hook in hooks
         )
 
     def _each(self, hook: str, *args: Any) -> None:

@@ -95,9 +95,9 @@ class EventWriter:
             ) from error
         factory = _Factory()
         register_writer_factory(_PREFIX, factory)
-        # Its names have seconds: two writers in one second, of one process or of two, would share a file.
-        # And readers take the files of a folder in the order of their names.
-        own = f".{os.getpid()}.{time.time_ns()}"
+        # Its names have seconds: two writers in one second, of one process or of two, would share a file. TensorBoard
+        # reads the files of a folder in the order of their names.
+        own = f".{time.time_ns():020}.{os.getpid()}"
         self._writer: Any = EventsWriter(f"{_PREFIX}:{os.fspath(log_dir).rstrip('/')}/events", own)
         self._file = factory.file
         try:

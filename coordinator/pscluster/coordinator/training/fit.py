@@ -471,8 +471,8 @@ class Fit:
                 self._callbacks.on_train_batch_end(batch, dict(zip(names, row, strict=True)))
         self._batches += steps
         self._training.steps = self._batches
-        if self._line is not None and steps:
-            shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True))
+        if self._line is not None:
+            shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if steps else {}
             self._line.update(work.units, examples=work.examples, logs=shown)
         if not self._settled and len(self._step_seconds) >= max(MEASURED, 2 * self._workers):
             self._settled = True
