@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE, Gate, leave_mark, marks, until, wait_for_file
+from tests.conftest import NUM_WORKERS, PATIENCE, Everywhere, Gate, leave_mark, marks, until, wait_for_file
 from tests.coordinator.test_evaluate import Examples
 
 from pscluster.coordinator import (
@@ -22,6 +25,7 @@ from pscluster.coordinator import (
     LocalCluster,
     ParameterServerStrategy,
     RemoteValue,
+    ShardedVariable,
     Variable,
     embedding_lookup,
     errors,
@@ -359,6 +363,26 @@ def test_functions_that_do_not_end(
     assert held.fetch(PATIENCE) == 5
 
 
+def test_one_cut_at_a_time(
+    coordinator: ClusterCoordinator, strategy: ParameterServerStrategy, table: Variable, data: DistributedDataset
+) -> None:
+    """While a checkpoint takes the place of the variables, say, nothing is copied."""
+
+    def step(batch: Any) -> tuple[Any]:
+        return (table.numpy(),)
+
+    with (
+        coordinator._dispatcher.paused(PATIENCE),
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(
+            errors.WaitTimeoutError, match=r"after 0\.\d+ s another checkpoint, or other copies of variables"
+        ),
+    ):
+        pool.submit(coordinator.evaluate, step, data, [metrics.Sum()], concurrent=True, timeout=0.2).result(PATIENCE)
+    assert copies(strategy) == []
+    coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=PATIENCE)
+
+
 def test_a_checkpoint_meanwhile(
     coordinator: ClusterCoordinator,
     strategy: ParameterServerStrategy,
@@ -433,3 +457,50 @@ def test_what_is_refused(
         pytest.raises(errors.MisuseError, match="can't be named 'pscluster/pinned/w': names that begin"),
     ):
         Variable(np.zeros(3), name="pscluster/pinned/w")
+
+
+def test_ctrl_c(
+    coordinator: ClusterCoordinator,
+    strategy: ParameterServerStrategy,
+    table: Variable,
+    data: DistributedDataset,
+    gate: Gate,
+) -> None:
+    """Wherever it strikes, the copies go, and what else is scheduled goes on."""
+    path = gate.path
+
+    def step(batch: Any) -> tuple[Any]:
+        at_first(path)
+        return (table.numpy(),)
+
+    def interrupt() -> None:
+        until(lambda: "evaluating" in marks(gate), "it is evaluated")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        struck = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True)
+        struck.result(PATIENCE)
+    assert copies(strategy) == []
+    assert coordinator.fetch(coordinator.schedule(as_it_is, args=((3,),)), PATIENCE) == (3,)
+    gate.open()
+    coordinator.join(PATIENCE)
+
+
+def test_nothing_is_left_on_the_workers(
+    coordinator: ClusterCoordinator, table: Variable, data: DistributedDataset, everywhere: Everywhere
+) -> None:
+    """Neither the step nor its handles: there is a step of its own for every evaluation."""
+
+    def step(batch: Any) -> tuple[Any]:
+        return (table.numpy(),)
+
+    def left() -> int:
+        gc.collect()
+        found = [each.name for each in gc.get_objects() if type(each) in (Variable, ShardedVariable)]
+        return sum(name.startswith(PINNED) for name in found)
+
+    for _ in range(3):
+        coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=PATIENCE)
+    until(lambda: everywhere(coordinator, left) == [0] * NUM_WORKERS, "the workers have dropped them")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import threading
 import time
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -81,7 +83,7 @@ class ClusterCoordinator:
             self._classes = {}
             self._resources = itertools.count(1)
             self._iterators = weakref.WeakValueDictionary()
-            self._remains = []
+            self._remains = deque()
             strategy._coordinator = self
             strategy.positions = Positions(strategy, self._send_pipeline)
             return self
@@ -92,7 +94,7 @@ class ClusterCoordinator:
     _classes: dict[type, CapturedFunction]
     _resources: itertools.count[int]
     _iterators: weakref.WeakValueDictionary[str, PerWorkerIterator]
-    _remains: list[Pins]  # of evaluations that are over, on servers that could not be reached then
+    _remains: deque[Pins]  # of evaluations that are over, on servers that could not be reached then
 
     def schedule(
         self,
@@ -391,7 +393,9 @@ class ClusterCoordinator:
                 f"the dataset's own functions reach {', '.join(map(repr, reached))}, which training changes while this "
                 "is evaluated: read variables in the step instead"
             )
-        self._remains = [pins for pins in self._remains if not pins.drop()]
+        for _ in range(len(self._remains)):
+            with contextlib.suppress(IndexError):  # another evaluation has taken it
+                self._drop(self._remains.popleft())
         pins = Pins(self.strategy)
         function = capture(evaluate_shard, pins.rename)
         tasks: list[Task[Call]] = []
@@ -416,8 +420,12 @@ class ClusterCoordinator:
         finally:  # wherever Ctrl-C struck
             self._dispatcher.withdraw(tasks)
             self._dispatcher.release_function(function)
-            if not pins.drop():
-                self._remains.append(pins)
+            self._drop(pins)
+
+    def _drop(self, pins: Pins) -> None:
+        """Now, or where a server can't be reached with the next evaluation."""
+        if not pins.drop():
+            self._remains.append(pins)
 
     @property
     def workers_up(self) -> int:

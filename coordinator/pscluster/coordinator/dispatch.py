@@ -87,6 +87,8 @@ STOP_SECONDS = 5.0
 MAX_DEFINITIONS = 256
 """So many functions and classes a worker keeps, beyond those that it still needs."""
 
+_BUSY = "another checkpoint, or other copies of variables, are still made or restored"
+
 Outcome = worker_pb2.Outcome
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -217,6 +219,7 @@ class Dispatcher:
         self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
         self._paused = 0
+        self._cutter: object | None = None  # who has no function run now
         self._alone: int | None = None  # the thread that alone may schedule
         self._keys: set[int] = set()  # of functions that are scheduled and have not ended
         self._to_forget: set[int] = set()  # keys
@@ -424,24 +427,31 @@ class Dispatcher:
     def paused(self, timeout: float) -> Iterator[None]:
         """Within the block no function runs: those that do end first, those that have not started wait.
 
+        One such block at a time: what reads all variables at one moment must not meet what replaces them.
+
         Raises:
             WaitTimeoutError: some still run after so many seconds; the message names them. They go on.
         """
-        deadline = time.monotonic() + timeout
+        deadline, me = time.monotonic() + timeout, object()
         try:
             with self._lock:
                 self._paused += 1
             self._loop.call_soon_threadsafe(self._recall_all, False)
             with self._lock:
-                while self._scheduler.in_flight:
+                while self._scheduler.in_flight or self._cutter is not None:
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        raise WaitTimeoutError(f"after {timeout:g} s functions still run: {self._running()}")
+                        what = f"functions still run: {self._running()}" if self._scheduler.in_flight else _BUSY
+                        raise WaitTimeoutError(f"after {timeout:g} s {what}")
                     self._changed.wait(left)
+                self._cutter = me
             yield
-        finally:
+        finally:  # wherever Ctrl-C struck
             with self._lock:
                 self._paused -= 1
+                if self._cutter is me:
+                    self._cutter = None
+                    self._changed.notify_all()
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._wake_all)
 
