@@ -37,6 +37,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.error: Exception | None = None
         self.final = False
 
+        self.withdrawn: set[Task[str]] = set()
+
     # What the model does with an error
 
     def end(self, tasks: Sequence[Task[str]], state: State) -> None:
@@ -53,18 +55,22 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def back_to_queue(self, tasks: list[Task[str]]) -> list[Task[str]]:
         """These may run again, before all others: what is cancelled instead."""
-        if self.error is not None:
-            self.end(tasks, State.CANCELLED)
-            return tasks
-        self.queue[:0] = tasks
-        return []
+        cancelled = [task for task in tasks if self.error is not None or task in self.withdrawn]
+        self.end(cancelled, State.CANCELLED)
+        self.queue[:0] = [task for task in tasks if task not in cancelled]
+        return cancelled
 
     # The producer
 
     @precondition(lambda self: self.error is None)
-    @rule(target=tasks, blockers=st.sampled_from([0, 0, 0, 1, 2]), size=st.sampled_from([1, 1, MAX_BATCH_BYTES // 2]))
-    def add(self, blockers: int, size: int) -> Task[str]:
-        task = Task(f"payload {len(self.all)}", blockers, size)
+    @rule(
+        target=tasks,
+        blockers=st.sampled_from([0, 0, 0, 1, 2]),
+        size=st.sampled_from([1, 1, MAX_BATCH_BYTES // 2]),
+        apart=st.sampled_from([False, False, True]),
+    )
+    def add(self, blockers: int, size: int, apart: bool) -> Task[str]:
+        task = Task(f"payload {len(self.all)}", blockers, size, apart=apart)
         self.scheduler.add(task)
         self.all.append(task)
         assert task.id == len(self.all), "ids rise from 1 in the order of add"
@@ -81,6 +87,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.blocked.remove(task)
             self.queue.append(task)
         return task if task.blockers else multiple()
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sets(st.sampled_from(self.all))) if self.all else set()
+        cancelled = [task for task in self.queue + self.blocked if task in chosen]
+        assert same(self.scheduler.withdraw(chosen), cancelled)
+        self.queue = [task for task in self.queue if task not in chosen]
+        self.blocked = [task for task in self.blocked if task not in chosen]
+        self.withdrawn |= chosen
+        self.end(cancelled, State.CANCELLED)
 
     @rule()
     def take_error(self) -> None:
@@ -132,13 +148,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         error = ValueError(task.payload)
         failed, cancelled = self.scheduler.fail(index, task.id, error)
         self.sent[index].remove(task)
-        if self.error is not None:
+        if self.error is not None or task in self.withdrawn:
             assert (failed, cancelled) == (None, [task])
             self.end([task], State.CANCELLED)
         else:
             assert failed is task
             self.end([task], State.FAILED)
-            assert same(cancelled, self.first_error(error))
+            assert same(cancelled, [] if task.apart else self.first_error(error))
 
     @rule(index=workers, data=st.data())
     def cancelled(self, index: int, data: st.DataObject) -> None:
@@ -184,15 +200,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         tasks, self.limbo[index] = self.limbo[index], []
         spent = [task for task in tasks if self.started[task] >= MAX_ATTEMPTS]
         expected = self.back_to_queue([task for task in tasks if task not in spent])
-        if spent and self.error is None:
-            assert failed == spent[:1]
-            self.end(failed, State.FAILED)
-            expected += self.first_error(exhausted)
-            spent = spent[1:]
-        else:
-            assert failed == []
-        self.end(spent, State.CANCELLED)
-        assert same(cancelled, expected + spent)
+        for task in spent:
+            if self.error is None and task not in self.withdrawn:
+                assert failed.pop(0) is task
+                self.end([task], State.FAILED)
+                expected += [] if task.apart else self.first_error(exhausted)
+            else:
+                self.end([task], State.CANCELLED)
+                expected.append(task)
+        assert failed == []
+        assert same(cancelled, expected)
 
     @rule(final=st.sampled_from([False, False, False, True]))
     def abort(self, final: bool) -> None:

@@ -575,6 +575,30 @@ def test_handles_are_captured_by_name() -> None:
     assert called(capture(functools.partial(lambda *args: args, thing))) == (worker + "w",)
 
 
+def test_handles_under_other_names(module: Any) -> None:
+    """Whatever is captured may have other handles instead, in every form; who captured it keeps its own."""
+    thing = Thing("w")
+    seen: list[Handle] = []
+
+    def rename(handle: Handle) -> tuple[str, str]:
+        seen.append(handle)
+        return handle.handle_kind, f"another {handle.handle_key}"
+
+    def step() -> Any:
+        return thing, [thing]
+
+    captured = capture(step, rename)
+    assert called(captured)[0] == "the worker's thing another w"
+    assert seen[0] is thing
+    assert captured.handles[0] is thing
+    assert captured.digest != capture(step).digest
+    module.SET = Thing("v")
+    captured = capture(module.uses, rename)
+    forms = len(list(captured.forms()))
+    assert {called(captured, 1, form=form)[1] for form in range(forms)} == {"the worker's thing another v"}
+    assert called(capture(step))[0] == "the worker's thing w"
+
+
 def test_a_module_with_a_handle_goes_by_value(module: Any) -> None:
     """A worker that imported it would not have the handle: so nothing of that module goes by name."""
     assert capture(module.uses).by_reference is not None

@@ -213,7 +213,7 @@ SCRIPT = """
     import numpy as np
     from pscluster.coordinator import (
         CheckpointManager, ClusterCoordinator, FixedShardsPartitioner, ParameterServerStrategy, TFConfigClusterResolver,
-        Variable,
+        Variable, metrics,
     )
     from tests.faults.steps import note, wait_for
 
@@ -239,6 +239,13 @@ SCRIPT = """
         coordinator.join()
         strategy.save_progress(done=done + 3)
         manager.save()
+    data = coordinator.distribute_dataset(np.arange(8))
+    found = coordinator.evaluate(
+        lambda number: (number * dense.numpy(),), data, [metrics.Mean()], shards=2, concurrent=True
+    )
+    assert found == {"mean": 3.5 * total}, found
+    known = {spec.name for each in strategy.client.directory() for spec in each.variables}
+    assert known == {"dense", "other", "pscluster/progress"}, known
     if sys.argv[2] == "coordinator.finish.before" and not strategy.resumed:
         wait_for(folder, "never")  # servers are told a moment later
     dense.assign(np.zeros((4, 2)))

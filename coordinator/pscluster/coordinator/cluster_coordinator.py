@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import threading
 import time
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from pscluster.coordinator.checkpoints.manager import BARRIER_SECONDS
 from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.dispatch import Call, Dispatcher, ResourceRecipe, placeholder
 from pscluster.coordinator.distributed import RETRIES, DataPart, DistributedDataset, OnError, distribute
+from pscluster.coordinator.pinned import Pins
 from pscluster.coordinator.positions import Number, Positions
 from pscluster.coordinator.remote_value import RemoteValue
+from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.core.definitions import CapturedFunction, capture, class_definition, needs_definition
-from pscluster.core.errors import MisuseError
+from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.handles import Handle
 from pscluster.core.values import encode_call, map_structure
 from pscluster.ps.metrics import MetricLike
@@ -84,6 +89,7 @@ class ClusterCoordinator:
             self.trainings_ended = 0
             self._training = threading.Lock()
             self._iterators = weakref.WeakValueDictionary()
+            self._remains = deque()
             strategy._coordinator = self
             strategy.positions = Positions(strategy, self._send_pipeline)
             return self
@@ -96,6 +102,7 @@ class ClusterCoordinator:
     trainings_ended: int
     _training: threading.Lock
     _iterators: weakref.WeakValueDictionary[str, PerWorkerIterator]
+    _remains: deque[Pins]  # of evaluations that are over, on servers that could not be reached then
 
     def schedule(
         self,
@@ -330,12 +337,21 @@ class ClusterCoordinator:
         *,
         shards: int | Literal["auto"] = "auto",
         timeout: float | None = None,
+        concurrent: bool = False,
     ) -> dict[str, Any]:
         """Metrics over a dataset: each example exactly once, whatever dies, with the variables as they are now.
 
         Waits for what was scheduled before; until it returns, other threads' `schedule` waits. The dataset is cut into
         shards, in its order; each shard's states are made by one function and travel back with its result, and are
         merged in the order of the shards. So the results are bit for bit those of one process that does the same.
+
+        With `concurrent` training goes on meanwhile, in other threads and with what is scheduled already. For a moment
+        no function runs, as for a checkpoint: those that do end first, those that wait go on waiting. In it the servers
+        copy the variables that the step reaches, and for the optimizers that it reaches what they keep beside those
+        (their averages, for one). The step reads the copies. They take memory on the servers until this returns. What
+        the step writes to a variable goes to the copy and is gone with it. An error of the evaluation's functions is
+        raised here and cancels nothing else; one of another function cancels the evaluation, and is raised by
+        `schedule`, `join` or `done`.
 
         Args:
             step: called on workers with each element, gives what the metrics take: a tuple such as (labels, scores),
@@ -344,15 +360,19 @@ class ClusterCoordinator:
             metrics: by name, or with names: those of `pscluster.coordinator.metrics`, or what has their four methods
                 `initial`, `update`, `merge`, `result`.
             shards: how many functions; "auto": five a worker.
-            timeout: seconds for all of it.
+            timeout: seconds for all of it. Without one, functions that run have 60 s to end in before copies are made.
+            concurrent: with copies of the variables, while other functions run.
 
         Returns:
             By name, what each metric's `result` gives.
 
         Raises:
-            MisuseError: something is no metric, or its states do not merge.
-            FunctionError: the step, or something scheduled before, failed.
+            MisuseError: something is no metric, or its states do not merge; or the dataset's own functions reach
+                variables, of which they would not have copies.
+            FunctionError: the step, or, unless `concurrent`, something scheduled before, failed.
+            CancelledError: with `concurrent`, another function failed meanwhile.
             WaitTimeoutError: `timeout` seconds have passed.
+            UnavailableError: with `concurrent`, a parameter server has lost the copies: evaluate again.
         """
         named = by_name(metrics)
         if shards != "auto" and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
@@ -363,11 +383,13 @@ class ClusterCoordinator:
         def evaluate_shard(part: Any) -> States:
             return states_of(step, named, part)
 
-        count = 5 * len(self.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
+        if shards == "auto":
+            shards = 5 * len(self.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
+        if concurrent:
+            return results_of(named, self._states_of_copies(evaluate_shard, dataset, shards, timeout))
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._dispatcher.alone(timeout):
-            parts = dataset.shards(count if shards == "auto" else shards)
-            found = [self.schedule(evaluate_shard, args=(part,)) for part in parts]
+            found = [self.schedule(evaluate_shard, args=(part,)) for part in dataset.shards(shards)]
             self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
             states = self.fetch(found)
         return results_of(named, states)
@@ -449,6 +471,54 @@ class ClusterCoordinator:
         finally:
             self._training.release()
 
+    def _states_of_copies(
+        self, evaluate_shard: Callable[[Any], States], dataset: DistributedDataset, shards: int, timeout: float | None
+    ) -> list[States]:
+        """The states of each shard, with copies of the variables as they are now, among whatever else runs."""
+        begin = time.monotonic()
+
+        def left() -> float | None:
+            return None if timeout is None else begin + timeout - time.monotonic()
+
+        if reached := dataset.reached_variables():
+            raise MisuseError(
+                f"the dataset's own functions reach {', '.join(map(repr, reached))}, which training changes while this "
+                "is evaluated: read variables in the step instead"
+            )
+        for _ in range(len(self._remains)):
+            with contextlib.suppress(IndexError):  # another evaluation has taken it
+                self._drop(self._remains.popleft())
+        pins = Pins(self.strategy)
+        function = capture(evaluate_shard, pins.rename)
+        tasks: list[Task[Call]] = []
+        found: list[RemoteValue] = []
+        try:
+            self._dispatcher.at_once(lambda: self._dispatcher.check_no_error(function.name))
+            pins.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
+            for part in dataset.shards(shards):
+                result = RemoteValue(function.name, self._handle_of)
+                call = Call(function, weakref.ref(result), apart=True)
+                self._encode(call, (part,), {})
+                found.append(result)
+                tasks.append(self._dispatcher.submit(call, left=left()))
+            self._dispatcher.wait_for(found, left(), timeout)
+            return [value.fetch() for value in found]
+        except UnknownVariableError as error:
+            if pins.are_lost():
+                raise UnavailableError(
+                    "a parameter server came back without the copies that were evaluated: evaluate again"
+                ) from error
+            raise
+        finally:  # wherever Ctrl-C struck
+            self._dispatcher.withdraw(tasks)
+            self._dispatcher.release_function(function)
+            self._drop(pins)
+
+    def _drop(self, pins: Pins) -> None:
+        """Now, or where a server can't be reached with the next evaluation."""
+        if not pins.drop():
+            self._remains.append(pins)
+
     @property
     def workers_up(self) -> int:
         """How many workers take functions now."""
@@ -466,8 +536,9 @@ class ClusterCoordinator:
         return iterator
 
     def _send_pipeline(self, pipeline: Pipeline) -> Number:
-        number = Number(next(self._resources))
-        function = capture(lambda _number=number.value: pipeline)  # with its number it is no other one's
+        value = next(self._resources)
+        function = capture(lambda _number=value: pipeline)  # with its number it is no other one's
+        number = Number(value, function.handles)
         message = worker_pb2.Resource(id=number.value, definition=function.digest, distributed=True)
         self._add_resource(message, function, number)
         return number

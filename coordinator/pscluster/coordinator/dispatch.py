@@ -87,6 +87,8 @@ STOP_SECONDS = 5.0
 MAX_DEFINITIONS = 256
 """So many functions and classes a worker keeps, beyond those that it still needs."""
 
+_BUSY = "another checkpoint, or other copies of variables, are still made or restored"
+
 Outcome = worker_pb2.Outcome
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -126,6 +128,7 @@ class Call:
     failures: int = 0
     key: int = 0  # its name in the work, for the servers; 0: it has none
     parts: Sequence[DataPart] = ()  # of distributed datasets, among the handles
+    apart: bool = False  # its error is that of who waits for it, and of nobody else
 
     @property
     def data_retries(self) -> int:
@@ -216,6 +219,7 @@ class Dispatcher:
         self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
         self._pauses: set[object] = set()
+        self._cutter: object | None = None  # who has no function run now
         self._alone: int | None = None  # the thread that alone may schedule
         self._keys: set[int] = set()  # of functions that are scheduled and have not ended
         self._to_forget: set[int] = set()  # keys
@@ -245,21 +249,32 @@ class Dispatcher:
         with self._lock:
             return look()
 
-    def submit(self, call: Call, key: str = "") -> None:
-        """Enter a function. Blocks while the queue is full; raises the pending error, or that of the cluster."""
+    def submit(self, call: Call, key: str = "", left: float | None = None) -> Task[Call]:
+        """Enter a function. Blocks while the queue is full; raises the pending error, or that of the cluster.
+
+        One that stands apart is cancelled by such an error, and leaves it to the others.
+
+        Raises:
+            WaitTimeoutError: it could not be entered within the seconds that are left.
+        """
+        deadline = None if left is None else time.monotonic() + left
         blockers = list(call.remote.values())
         if (size := call.size) > MAX_INLINE_BYTES:
             raise TypeError(_too_large(size))
         # The lock and not its condition: entering that is Python code, where Ctrl-C could leave it locked for ever.
         with self._lock:
             while True:
-                self._raise_error()
+                if call.apart:
+                    self.check_no_error(call.function.name)
+                else:
+                    self._raise_error()
                 if self._closed:
                     raise CancelledError("the strategy is closed: no function can be scheduled any more")
                 mine = self._alone in (None, threading.get_ident())
                 if mine and self._scheduler.waiting < self._max_queued:
                     break
-                self._changed.wait()
+                if not self._changed.wait(None if deadline is None else deadline - time.monotonic()):
+                    raise WaitTimeoutError(f"the time is over before all was scheduled: {self._describe()}")
             pending = [value for value in blockers if value.status is RemoteValueStatus.NOT_READY]
             for value in blockers:
                 if value._error is not None:
@@ -268,7 +283,7 @@ class Dispatcher:
                 raise MisuseError(
                     f"a function with the key {key!r} is scheduled and has not ended: a key names one piece of work"
                 )
-            task = Task(call, len(pending), size)
+            task = Task(call, len(pending), size, apart=call.apart)
             if call.timeout is not None and not self._timed.is_set():
                 self._loop.call_soon_threadsafe(self._timed.set)
             free = None if pending or self._scheduler.queued else self._free()
@@ -287,6 +302,61 @@ class Dispatcher:
                     keys.discard(call.key)
             if free is not None and not self._hand_over(free):
                 self._ask_to_wake()
+        return task
+
+    def check_no_error(self, name: str) -> None:
+        """Under the lock; see `at_once`. What stands apart is cancelled by an error of others, which is theirs."""
+        if (error := self._scheduler.error) is not None:
+            raise _cancelled(name, error) from error
+
+    def wait_for(self, values: Sequence[RemoteValue], left: float | None, timeout: float | None) -> None:
+        """Wait, for `left` of the `timeout` seconds that the user gave, until these have their values.
+
+        Of functions that stand apart. Raises the error of one that will have none, or WaitTimeoutError.
+        """
+        deadline = None if left is None else time.monotonic() + left
+        with self._lock:
+            while True:
+                for value in values:
+                    if value._error is not None:
+                        raise value._error.with_traceback(None)
+                waiting = [value for value in values if value.status is not RemoteValueStatus.READY]
+                if not waiting:
+                    return
+                self.check_no_error(waiting[0]._function)  # those that run may take long to be cancelled
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise WaitTimeoutError(f"not evaluated after {timeout:g} s: {self._describe()}")
+                self._changed.wait(left)
+
+    def withdraw(self, tasks: Sequence[Task[Call]]) -> None:
+        """Nobody waits for these any more: what has not begun never does, what runs is asked to stop."""
+        with self._lock:
+            self._settle_cancelled(self._scheduler.withdraw(tasks))
+            recalls = [
+                recall
+                for index, worker in enumerate(self._scheduler.workers)
+                for recall in self._recalls_of(index, [task for task in worker.sent.values() if task.withdrawn])
+            ]
+            self._changed.notify_all()  # there is room in the queue
+        if recalls:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._recall, recalls)
+
+    def release_function(self, function: CapturedFunction) -> None:
+        """It is scheduled no more: the workers need not keep it."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._drop_definition, function.digest)
+
+    def _drop_definition(self, digest: str) -> None:
+        """On the loop's thread."""
+        with self._lock:
+            having = [link for link in self._links if digest in link.known]
+            for link in having:
+                del link.known[digest]
+        for link in having:
+            if link.connection is not None:
+                self._in_background(link.connection.release(definitions=[digest]))
 
     def _ask_to_wake(self) -> None:
         """Under the lock."""
@@ -359,6 +429,8 @@ class Dispatcher:
     def paused(self, timeout: float = threading.TIMEOUT_MAX) -> Iterator[None]:
         """Within the block no function runs: those that do end first, those that have not started wait.
 
+        One such block at a time: what reads all variables at one moment must not meet what replaces them.
+
         Raises:
             WaitTimeoutError: some still run after so many seconds; the message names them. They go on.
         """
@@ -367,14 +439,20 @@ class Dispatcher:
             self._pauses.add(pause)  # a set: wherever Ctrl-C strikes, it is taken out as often as it was put in
             self._loop.call_soon_threadsafe(self._recall_all, False)
             with self._lock:
-                while self._scheduler.in_flight:
+                while self._scheduler.in_flight or self._cutter is not None:
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        raise WaitTimeoutError(f"after {timeout:g} s functions still run: {self._running()}")
+                        what = f"functions still run: {self._running()}" if self._scheduler.in_flight else _BUSY
+                        raise WaitTimeoutError(f"after {timeout:g} s {what}")
                     self._changed.wait(left)
+                self._cutter = pause
             yield
-        finally:
+        finally:  # wherever Ctrl-C struck
             self._pauses.discard(pause)
+            with self._lock:
+                if self._cutter is pause:
+                    self._cutter = None
+                    self._changed.notify_all()
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._wake_all)
 
@@ -466,7 +544,7 @@ class Dispatcher:
                 elif not link.up:
                     lines.append(f"{link.peer}: not there: {link.why}")
             if self._pauses:
-                lines.append("a checkpoint is made: no function is handed out meanwhile")
+                lines.append("a checkpoint, or copies of variables, are made: no function is handed out meanwhile")
         lines += [
             f"{server.peer}: out of reach for {now - server.gone_since:.0f} s: who reads or updates there waits for it"
             for server in self._servers
@@ -915,9 +993,10 @@ class Dispatcher:
                     )
             if returned:
                 self._settle_cancelled(scheduler.give_back(index, returned))
-            if not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or self._pauses):
+            failed = scheduler.error is not None and before is None
+            if failed or (not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or self._pauses)):
                 self._changed.notify_all()
-            recalls = self._all_recalls() if scheduler.error is not None and before is None else []
+            recalls = self._all_recalls() if failed else []
             for_all = bool(unblocked or returned)
             # Where nothing is left to do nobody waits for what may be possible now.
             done = self._hand_over(index) or scheduler.idle
@@ -942,6 +1021,8 @@ class Dispatcher:
             return False
         message = outcome.value if outcome.HasField("value") else value_pb2.Value(none=True)
         value._set_value(message, buffers)
+        if task.apart:
+            self._changed.notify_all()
         dependents, value.dependents = value.dependents, None
         for dependent in dependents or ():
             self._scheduler.unblock(dependent)
@@ -958,6 +1039,8 @@ class Dispatcher:
     def _may_retry(self, index: int, task: Task[Call], what: str, failure: worker_pb2.Failure | None = None) -> bool:
         """Under the lock: a function failed; is it to be run again?"""
         call, peer = task.payload, self._links[index].peer
+        if task.withdrawn:
+            return False
         retries = call.retries
         if failure is not None and (failure.module, failure.qualname) == _DATASET_ERROR:
             retries = max(retries, call.data_retries)
@@ -1012,7 +1095,7 @@ class Dispatcher:
                 _, cancelled = self._scheduler.fail(index, number, error)
                 self._set_error(task, error, RemoteValueStatus.FAILED)
                 self._settle_cancelled([other for other in cancelled if other is not task])
-            recalls = self._all_recalls()
+            recalls = self._all_recalls() if self._scheduler.error is not None else []
             self._changed.notify_all()
         self._recall(recalls)
 
@@ -1024,6 +1107,8 @@ class Dispatcher:
         if value is not None:
             value.dependents = None
             value._set_error(error, status)
+        if task.apart:
+            self._changed.notify_all()
 
     def _settle_cancelled(self, tasks: Iterable[Task[Call]]) -> None:
         """Under the lock."""
@@ -1032,10 +1117,7 @@ class Dispatcher:
             if first is not None and self._scheduler.final:  # to schedule it again would be of no use
                 self._set_error(task, first, RemoteValueStatus.CANCELLED)
                 continue
-            why = f"because another function failed first ({type(first).__name__})" if first else "before it had begun"
-            error = CancelledError(f"{task.payload.function.name} was cancelled {why}: schedule it again")
-            error.__cause__ = first
-            self._set_error(task, error, RemoteValueStatus.CANCELLED)
+            self._set_error(task, _cancelled(task.payload.function.name, first), RemoteValueStatus.CANCELLED)
 
     def _abort(self, error: Exception, *, final: bool) -> None:
         with self._changed:
@@ -1129,6 +1211,13 @@ class Dispatcher:
             else:
                 untold.remove(intervals)
                 forgotten.difference_update(keys)
+
+
+def _cancelled(name: str, first: Exception | None) -> CancelledError:
+    why = f"because another function failed first ({type(first).__name__})" if first else "before it had ended"
+    error = CancelledError(f"{name} was cancelled {why}: schedule it again")
+    error.__cause__ = first
+    return error
 
 
 def _is_of_link(failure: Exception) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pscluster.coordinator.positions import Number, Position, Positions, Range, StopOf
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.handles import Handle
+from pscluster.ps.variables import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.pipelines import Pipeline
 from pscluster.worker.sources import Files, source_of
@@ -281,6 +282,10 @@ class DistributedDataset:
             if isinstance(element, PsClusterError):
                 raise element
             yield element
+
+    def reached_variables(self) -> list[str]:
+        """The names of those that its source, its reader or its `map` functions reach."""
+        return sorted({handle.name for handle in self._numbered().handles if isinstance(handle, Variable)})
 
     def shards(self, count: int) -> Iterator[DataPart]:
         """The first epoch as so many parts of about one size, in order. No position moves: it is for evaluation."""

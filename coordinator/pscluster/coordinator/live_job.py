@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import MisuseError
+from pscluster.ps.wire import PINNED
 from pscluster.v1 import node_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
@@ -64,15 +65,17 @@ class LiveJob:
 
     @staticmethod
     def of(directories: Sequence[ps_pb2.DescribeReply]) -> tuple[LiveJob, list[ps_pb2.VariableSpec]]:
-        """From what the servers know; and the variables that not all of them know."""
+        """From what the servers know; and the variables that not all of them know, or that an evaluation has left."""
         live = LiveJob()
         found = [spec for directory in directories for spec in directory.variables]
         knowing = Counter(spec.id for spec in found)
-        live.variables = {spec.name: spec for spec in found if knowing[spec.id] == len(directories)}
+        whole = {number for number, count in knowing.items() if count == len(directories)}
+        whole -= {spec.id for spec in found if spec.name.startswith(PINNED)}
+        live.variables = {spec.name: spec for spec in found if spec.id in whole}
         for directory in directories:
             live.optimizers.update({spec.name: spec for spec in directory.optimizers})
         live.last_id = max([*knowing, *(spec.id for spec in live.optimizers.values())], default=0)
-        remains = {spec.id: spec for spec in found if knowing[spec.id] < len(directories)}
+        remains = {spec.id: spec for spec in found if spec.id not in whole}
         return live, list(remains.values())
 
     def take_variable(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ps_pb2.VariableSpec | None:

@@ -16,7 +16,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pscluster.coordinator.job_progress import JobProgress
 from pscluster.coordinator.visits import Visits
 from pscluster.core.errors import MisuseError
+from pscluster.core.handles import Handle
 
 if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy
@@ -42,6 +43,7 @@ class Number:
     """Of a dataset among the workers' resources; they drop it with this."""
 
     value: int
+    handles: Sequence[Handle] = ()  # what its functions reach
 
 
 @dataclass(slots=True, eq=False)

@@ -12,11 +12,13 @@ A task is one scheduled function. Its states and what moves it:
                                                                worker's incarnation, so that nothing of the lost
                                                                attempt lands beside the new one
     any but DONE, FAILED --an error elsewhere------> CANCELLED
+    any but DONE, FAILED --withdraw----------------> CANCELLED what is sent or in limbo: once it ends, or comes back
 
 The first error wins: it is kept, all that is blocked or queued is cancelled, and what is sent is to be
-recalled. The error can be taken, once, when nothing is sent or in limbo any more: at that moment nothing
-executes, and the scheduler is as new. An error that is `final` (a parameter server is lost) is not cleared by
-being taken: it is raised again by every later call.
+recalled. (But for the error of a task that stands apart: it ends nothing but itself.) The error can be taken,
+once, when nothing is sent or in limbo any more: at that moment nothing executes, and the scheduler is as new. An
+error that is `final` (a parameter server is lost) is not cleared by being taken: it is raised again by every later
+call.
 
 Ids rise from 1 in the order of `add`. `ended` collects the ids that no server needs to remember.
 """
@@ -57,9 +59,9 @@ P = TypeVar("P")
 class Task(Generic[P]):
     """One scheduled function. `payload` is the owner's; the scheduler does not look at it."""
 
-    __slots__ = ("attempts", "blockers", "id", "payload", "position", "size", "state")
+    __slots__ = ("apart", "attempts", "blockers", "id", "payload", "position", "size", "state", "withdrawn")
 
-    def __init__(self, payload: P, blockers: int = 0, size: int = 0) -> None:
+    def __init__(self, payload: P, blockers: int = 0, size: int = 0, *, apart: bool = False) -> None:
         self.id = 0
         self.payload = payload
         self.blockers = blockers
@@ -67,6 +69,8 @@ class Task(Generic[P]):
         self.state = State.BLOCKED if blockers else State.QUEUED
         self.attempts = 0
         self.position = 0  # in the order of all that were sent on the worker's stream
+        self.apart = apart  # its error is its own, and cancels nothing else
+        self.withdrawn = False  # nobody wants it any more: where it would be queued again, or fails, it is cancelled
 
     def __repr__(self) -> str:
         return f"<Task {self.id} {self.state.name} attempts={self.attempts}>"
@@ -221,15 +225,15 @@ class Scheduler(Generic[P]):
         return task
 
     def fail(self, index: int, task_id: int, error: Exception) -> tuple[Task[P] | None, list[Task[P]]]:
-        """A function raised. The task (None: no longer this worker's) and the tasks that are cancelled by it."""
+        """A function raised. The task (None: no longer this worker's, or cancelled) and those that are cancelled."""
         task = self.workers[index].sent.pop(task_id, None)
         if task is None:
             return None, []
-        if self.error is not None:  # the first error won; this is one of those it cancels
+        if self.error is not None or task.withdrawn:  # the first error won; this is one of those it cancels
             self._end(task, State.CANCELLED)
             return None, [task]
         self._end(task, State.FAILED)
-        return task, self._set_error(error)
+        return task, [] if task.apart else self._set_error(error)
 
     def cancelled(self, index: int, task_id: int) -> Task[P] | None:
         """A function stopped because it was asked to."""
@@ -278,14 +282,21 @@ class Scheduler(Generic[P]):
         cancelled = self._requeue([task for task in tasks if task not in hopeless])
         failed: list[Task[P]] = []
         for task in hopeless:
-            if self.error is None and exhausted is not None:
+            if self.error is None and exhausted is not None and not task.withdrawn:
                 self._end(task, State.FAILED)
                 failed.append(task)
-                cancelled += self._set_error(exhausted)
+                if not task.apart:
+                    cancelled += self._set_error(exhausted)
             else:
                 self._end(task, State.CANCELLED)
                 cancelled.append(task)
         return failed, cancelled
+
+    def withdraw(self, tasks: Iterable[Task[P]]) -> list[Task[P]]:
+        """Nobody wants these any more. Those that no worker has, which are cancelled at once; others when they end."""
+        for task in tasks:
+            task.withdrawn = True
+        return self.cancel_waiting(lambda task: task.withdrawn)
 
     def abort(self, error: Exception, *, final: bool) -> list[Task[P]]:
         """An error from outside of any function. The tasks that are cancelled by it, those in limbo included.
@@ -333,14 +344,14 @@ class Scheduler(Generic[P]):
     # Inside
 
     def _requeue(self, tasks: Sequence[Task[P]]) -> list[Task[P]]:
-        if self.error is not None:
-            for task in tasks:
-                self._end(task, State.CANCELLED)
-            return list(tasks)
+        cancelled = [task for task in tasks if self.error is not None or task.withdrawn]
+        for task in cancelled:
+            self._end(task, State.CANCELLED)
         for task in reversed(tasks):
-            task.state = State.QUEUED
-            self._queue.appendleft(task)
-        return []
+            if task.state is not State.CANCELLED:
+                task.state = State.QUEUED
+                self._queue.appendleft(task)
+        return cancelled
 
     def _set_error(self, error: Exception) -> list[Task[P]]:
         self.error = error

@@ -31,6 +31,7 @@ from pscluster.coordinator.links import PsLink
 from pscluster.coordinator.live_job import LiveJob, continue_job, default_job_name
 from pscluster.coordinator.local_cluster import LocalCluster
 from pscluster.coordinator.partitioners import partition_for
+from pscluster.coordinator.pinned import prefix_of
 from pscluster.coordinator.placement import Placer
 from pscluster.coordinator.positions import NAME as POSITIONS
 from pscluster.coordinator.positions import Positions
@@ -54,6 +55,7 @@ from pscluster.ps.handles import handle_of
 from pscluster.ps.initializers import Initializer
 from pscluster.ps.store import partition_of
 from pscluster.ps.variables import Array, Shard, Variable, whole_index
+from pscluster.ps.wire import PINNED
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 from pscluster.worker.strategy import Strategy
 
@@ -216,8 +218,12 @@ class ParameterServerStrategy(Strategy):
     def _find_live(self) -> LiveJob:
         """What the job has; what a coordinator that died has left half made is removed."""
         live, remains = LiveJob.of(self._client.directory())
+        evaluations = {prefix for spec in remains if (prefix := prefix_of(spec.name))}
+        for prefix in evaluations:
+            self._client.delete_variables(prefix, patient=True)
         for spec in remains:
-            self._client.delete_variable(spec.name, spec.id, patient=True)
+            if not prefix_of(spec.name):
+                self._client.delete_variable(spec.name, spec.id, patient=True)
         self._last_id = live.last_id
         logger.info("going on with a job of %d variables: %s", len(live.variables), ", ".join(live.variables) or "none")
         return live
@@ -363,6 +369,12 @@ class ParameterServerStrategy(Strategy):
             raise ProtocolError(f"there is no {kind} {key!r} here")
         return handle
 
+    def numbers(self, count: int) -> Sequence[int]:
+        """So many numbers that nothing on the servers has."""
+        with self._lock:
+            self._last_id += count
+            return range(self._last_id - count + 1, self._last_id + 1)
+
     def create_variable(self, request: VariableRequest) -> tuple[ps_pb2.VariableSpec, PsClient]:
         """For `Variable(...)`: cut it, place it, put its initial value on the servers."""
         with self.reserving("variable", request.name) as name:
@@ -444,6 +456,10 @@ class ParameterServerStrategy(Strategy):
                 name = next(candidate for candidate in free if (what, candidate) not in self._reserved)
             elif not isinstance(name, str) or not 0 < len(name) <= 1000 or _has_surrogates(name):
                 raise MisuseError(f"a {kind}'s name must be a string of 1 to 1000 characters, not {name!r:.80}")
+            elif name.startswith(PINNED):
+                raise MisuseError(
+                    f"a {kind} can't be named {name!r}: names that begin with {PINNED!r} are pscluster's own"
+                )
             elif (what, name) in self._reserved:
                 raise MisuseError(f"there is a {kind} {name!r} already: names are unique in a strategy")
             self._reserved.add((what, name))

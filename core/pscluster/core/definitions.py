@@ -29,7 +29,7 @@ from typing import Any
 
 from pscluster.core.errors import ProtocolError, PsClusterError
 from pscluster.core.handles import Handle
-from pscluster.core.pickles import dump, load, module_name_of
+from pscluster.core.pickles import Rename, dump, load, module_name_of
 from pscluster.core.scripts import MAIN, UnresolvedReference, load_script, loaded_scripts, script_file
 from pscluster.core.sources import digest_of, is_library, reaches_handle, source_of
 from pscluster.core.value_records import is_record_class
@@ -99,8 +99,12 @@ class CapturedFunction:
         return f"<CapturedFunction {self.name} {way}, {self.digest[:12]}>"
 
 
-def capture(function: Any) -> CapturedFunction:
+def capture(function: Any, rename: Rename | None = None) -> CapturedFunction:
     """Capture a function, or whatever else can be called, with what it refers to.
+
+    Args:
+        function: to be captured.
+        rename: called with each handle that it reaches, for kind and key of what it is to have instead.
 
     Raises:
         TypeError: it can't be called, or something it captured can't be sent. The message names the variable.
@@ -111,13 +115,13 @@ def capture(function: Any) -> CapturedFunction:
     reference = _reference_to(function)
     if reference is not None:
         return CapturedFunction(reference.digest, name, reference, function, _origin(function))
-    dumped = dump(function, name)
+    dumped = dump(function, name, rename=rename)
     pickles, origin = [dumped.data], _origin(function)
     if dumped.names_own_module and not is_library(module_name_of(function)):
         # Made now, not when a worker asks for it: what was captured may change. If it can't be made, the
         # worker needs the module.
         with contextlib.suppress(TypeError):
-            pickles.append(dump(function, name, whole=True).data)
+            pickles.append(dump(function, name, whole=True, rename=rename).data)
     digest = hashlib.sha256(dumped.data).hexdigest()
     return CapturedFunction(digest, name, None, None, origin, pickles, dumped.handles)
 

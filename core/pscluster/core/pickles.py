@@ -18,7 +18,7 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,17 @@ _PYTHON = f"{sys.implementation.cache_tag}\n".encode()
 _registry = threading.RLock()
 
 
+Rename = Callable[[Handle], tuple[str, str]]
+"""What stands for a handle: a kind and a key, its own or others."""
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
     """Handles go by name, modules that hold some are taken apart. Use under `_registry`, then `restore`."""
 
-    def __init__(self, file: io.BytesIO, own_module: str, *, whole: bool) -> None:
+    def __init__(self, file: io.BytesIO, own_module: str, *, whole: bool, rename: Rename | None) -> None:
         super().__init__(file, protocol=5)
         self._own_module = own_module
+        self._rename = rename
         self._registered: list[types.ModuleType] = []
         self._met: set[str] = set()
         self.names_own_module = False
@@ -51,7 +56,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
         if not isinstance(obj, Handle):
             return None
         self.handles.append(obj)
-        return (_HANDLE, obj.handle_kind, obj.handle_key)
+        kind, key = (obj.handle_kind, obj.handle_key) if self._rename is None else self._rename(obj)
+        return (_HANDLE, kind, key)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and obj in self._registered:
@@ -114,16 +120,20 @@ class Dumped:
     handles: tuple[Handle, ...]
 
 
-def dump(function: Any, name: str, *, whole: bool = False) -> Dumped:
+def dump(function: Any, name: str, *, whole: bool = False, rename: Rename | None = None) -> Dumped:
     """The pickle of a function or class.
 
-    `whole`: what it uses of its own module goes along, so that a worker needs not have that module.
+    Args:
+        function: or class.
+        name: for people.
+        whole: what it uses of its own module goes along, so that a worker needs not have that module.
+        rename: called with each handle for what stands for it, instead of itself.
 
     Raises:
         TypeError: something it captured can't be pickled. The message names the variable.
     """
     try:
-        return _dump(function, whole=whole)
+        return _dump(function, whole=whole, rename=rename)
     except Exception as error:
         label, culprit, reason = _blame(function, error)
         where = f"its variable {label!r} is {describe(culprit)}, which" if label else "it"
@@ -133,11 +143,11 @@ def dump(function: Any, name: str, *, whole: bool = False) -> Dumped:
         ) from error
 
 
-def _dump(function: Any, *, whole: bool = False) -> Dumped:
+def _dump(function: Any, *, whole: bool = False, rename: Rename | None = None) -> Dumped:
     file = io.BytesIO()
     file.write(_PYTHON)
     with _registry:
-        pickler = _Pickler(file, module_name_of(function), whole=whole)
+        pickler = _Pickler(file, module_name_of(function), whole=whole, rename=rename)
         try:
             pickler.dump(function)
         finally:

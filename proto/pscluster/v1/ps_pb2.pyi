@@ -280,30 +280,34 @@ class CreateReply(_message.Message):
     def __init__(self, unresolved: _Optional[str] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
-    __slots__ = ("job", "name", "id")
+    __slots__ = ("job", "name", "id", "prefix")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     id: int
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., id: _Optional[int] = ...) -> None: ...
+    prefix: str
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., id: _Optional[int] = ..., prefix: _Optional[str] = ...) -> None: ...
 
 class DeleteReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("job", "all", "variables", "optimizers")
+    __slots__ = ("job", "all", "variables", "optimizers", "saved")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
     job: int
     all: bool
     variables: _containers.RepeatedScalarFieldContainer[str]
     optimizers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[int] = ..., all: bool = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ...) -> None: ...
+    saved: bool
+    def __init__(self, job: _Optional[int] = ..., all: bool = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ..., saved: bool = ...) -> None: ...
 
 class DescribeReply(_message.Message):
     __slots__ = ("variables", "optimizers")

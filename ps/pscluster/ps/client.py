@@ -11,8 +11,8 @@ variables: that is an error at once, and names it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import json
 import threading
 import time
 from collections import defaultdict
@@ -46,7 +46,7 @@ from pscluster.ps.connections import Server, Session
 from pscluster.ps.kept import Kept, Verdict, kept_bytes
 from pscluster.ps.plans import Array, ReadPlan, WholeVariable, remember
 from pscluster.ps.store import partition_of
-from pscluster.ps.wire import SESSION_BYTES, part_name
+from pscluster.ps.wire import COPY, SESSION_BYTES, part_name
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 
 _SLOWEST_BYTES_PER_SECOND = 5 << 20  # a transfer slower than this has hung
@@ -698,9 +698,46 @@ class PsClient:
                 return
         raise MisuseError(f"the rule of optimizer {spec.name!r} can't be loaded on ps {index}: {why}")
 
+    def copy_variables(self, copies: Sequence[tuple[int, ps_pb2.VariableSpec]], optimizers: Sequence[int] = ()) -> None:
+        """Declare variables everywhere that are copies of others as they are now, by number; no bytes travel.
+
+        Made when this returns, and perhaps not on disk before `check_saved`. Where this raises some may have been made.
+
+        Args:
+            copies: what is copied, and the copy's spec: the same but for number and name.
+            optimizers: what these keep beside the values is copied, too.
+        """
+        self._check_open()
+        forms = [
+            ps_pb2.Initializer(name=COPY, numbers=json.dumps({"variable": source, "optimizers": list(optimizers)}))
+            for source, _ in copies
+        ]
+
+        def copy(index: int) -> None:
+            for (_, spec), form in zip(copies, forms, strict=True):
+                self._create_there(index, spec, [(form, b"")])
+
+        self._on_each({index: functools.partial(copy, index) for index in range(self.num_servers)})
+
+    def check_saved(self, names: Sequence[str]) -> None:
+        """Return when these variables are as durable as they will be. UnknownVariableError if a server lacks one."""
+        request = ps_pb2.DescribeRequest(job=self.job, variables=names, saved=True)
+        work: dict[int, Callable[[], object]] = {}
+        for index, server in enumerate(self._servers):
+            work[index] = functools.partial(self._describe, server, request, timeout=_SLOWEST_FUNCTION)
+        self._on_each(work)
+
     def delete_variable(self, name: str, number: int, *, patient: bool = False) -> None:
         """Remove a variable everywhere: as far as the servers can be reached, or, if patient, waiting for them."""
-        request = ps_pb2.DeleteRequest(job=self.job, name=name, id=number)
+        self._delete(ps_pb2.DeleteRequest(job=self.job, name=name, id=number), patient=patient)
+
+    def delete_variables(self, prefix: str, *, patient: bool = False) -> bool:
+        """Remove all whose names begin so, as `delete_variable`. False if a server was not reached."""
+        if self._closed:
+            return True  # the job is over, and with it all its variables
+        return self._delete(ps_pb2.DeleteRequest(job=self.job, prefix=prefix), patient=patient)
+
+    def _delete(self, request: ps_pb2.DeleteRequest, *, patient: bool) -> bool:
         # A few times: what stays on one server would be in the way of a variable of that name. But not for long where
         # it is a cleanup behind an error that is being raised already.
         few_times = tenacity.Retrying(
@@ -709,13 +746,17 @@ class PsClient:
             stop=tenacity.stop_after_attempt(3) | tenacity.stop_after_delay(self._timeout),
             reraise=True,
         )
+        everywhere = True
         for server in self._servers:
             delete = functools.partial(server.control.delete, request, metadata=server.metadata, timeout=self._timeout)
             if patient:
                 self._retrying(server, delete)
                 continue
-            with contextlib.suppress(grpc.RpcError):
+            try:
                 few_times(delete)
+            except grpc.RpcError:
+                everywhere = False
+        return everywhere
 
     def describe_variable(self, name: str) -> ps_pb2.VariableSpec:
         """Look a variable up. Any server knows all of them."""
@@ -728,13 +769,17 @@ class PsClient:
         return max(specs, key=lambda spec: spec.iterations)
 
     def _describe(
-        self, server: Server, request: ps_pb2.DescribeRequest, stub: Stub | None = None
+        self,
+        server: Server,
+        request: ps_pb2.DescribeRequest,
+        stub: Stub | None = None,
+        timeout: float | None = None,
     ) -> ps_pb2.DescribeReply:
         self._check_open()
         describe = (stub or server.control).describe
 
         def attempt() -> ps_pb2.DescribeReply:
-            reply: ps_pb2.DescribeReply = describe(request, metadata=server.metadata, timeout=self._timeout)
+            reply: ps_pb2.DescribeReply = describe(request, metadata=server.metadata, timeout=timeout or self._timeout)
             return reply
 
         result: ps_pb2.DescribeReply = self._retrying(server, attempt)

@@ -23,7 +23,7 @@ from pscluster.ps.checkpoints.tensor_files import join
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Lineage
 from pscluster.ps.shard import Snapshot
 from pscluster.ps.store import Payload, Placed, Store
-from pscluster.ps.wire import SESSION_BYTES
+from pscluster.ps.wire import COPY, SESSION_BYTES
 from pscluster.v1 import node_pb2, ps_pb2
 
 WHOLE_PULL_BYTES = 16 << 20
@@ -303,7 +303,8 @@ class ParameterServerService:
             reach("ps.create.before")
             store.create(request, payload)
             reach("ps.create.after")
-            self._role.keeper.save()
+            if request.initializer.name != COPY:  # no function runs while copies are made: see `describe`
+                self._role.keeper.save()
             reach("ps.create.saved")
         except UnresolvedReference as reason:
             reply.create.unresolved = str(reason) or "no reason given"
@@ -323,12 +324,14 @@ class ParameterServerService:
     def describe(self, request: ps_pb2.DescribeRequest, _context: grpc.ServicerContext) -> ps_pb2.DescribeReply:
         """Look names up in the directory."""
         store = self._store_of(request.job)
+        if request.saved:
+            self._role.keeper.save()
         return store.describe(request.variables, request.optimizers, request.all)
 
     def delete(self, request: ps_pb2.DeleteRequest, _context: grpc.ServicerContext) -> ps_pb2.DeleteReply:
-        """Remove a variable."""
+        """Remove a variable, or all whose names begin with a prefix."""
         store = self._store_of(request.job)
-        store.delete(request.name, request.id)
+        store.delete(request.name, request.id, request.prefix)
         reach("ps.delete.after")
         self._role.keeper.save()
         return ps_pb2.DeleteReply()

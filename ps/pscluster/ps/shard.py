@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,17 @@ class Shard:
                 self.slots.setdefault(int(number), {})[slot] = array
             elif kind == "average":
                 self.averages[int(rest)] = array
+
+    def copy(self, optimizers: Container[int]) -> Shard:
+        """Another one, with the values and what these optimizers keep beside them as they are now. Takes the lock."""
+        with self.lock:
+            made = Shard(self.array.copy())
+            for number, slots in self.slots.items():
+                if number in optimizers:
+                    made.slots[number] = {name: array.copy() for name, array in slots.items()}
+            made.steps = {number: step for number, step in self.steps.items() if number in optimizers}
+            made.averages = {number: array.copy() for number, array in self.averages.items() if number in optimizers}
+        return made
 
     def capture(self) -> Capture:
         """All of it as it is now, to be given to `release`. Under the lock."""

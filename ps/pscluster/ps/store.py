@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -54,6 +55,7 @@ from pscluster.ps.rules import (
 )
 from pscluster.ps.schedules import from_spec as schedule_from_spec
 from pscluster.ps.shard import AVERAGE, Array, Shard, Snapshot
+from pscluster.ps.wire import COPY
 from pscluster.v1 import definition_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
@@ -118,6 +120,10 @@ class Placed:
     index: Index | None
     ids_at: int
     values_at: int
+
+
+_GONE = 256
+"""So many deletions of all names with a prefix are remembered: a late copy of a creation makes none of them again."""
 
 
 class Payload:
@@ -188,6 +194,7 @@ class Store:
         self.losses = Losses()
         self._births: dict[int, threading.Lock] = {}  # by variable, held while its shards are made
         self._unborn: dict[int, str] = {}  # the names of those that are being made, unless they were deleted
+        self._gone: deque[str] = deque(maxlen=_GONE)  # prefixes of names that were deleted
 
     # The directory
 
@@ -206,6 +213,7 @@ class Store:
             self.job = job
             self._ledger.forget_functions()
             self._prepared.clear()
+            self._gone.clear()  # late copies are of another job now, and numbers may come again
             shards = [shard for held in self._variables.values() for shard in held.shards.values()]
         _pass_through(shards)
 
@@ -264,6 +272,8 @@ class Store:
 
     def _check_name(self, spec: ps_pb2.VariableSpec) -> None:
         """Under the lock."""
+        if spec.name.startswith(tuple(self._gone)):
+            raise StaleError(f"variable {spec.name!r} was deleted with all others whose names begin like it")
         # The same spec again is a repetition of this request: its first answer was lost.
         if any(held.spec.name == spec.name and held.spec != spec for held in self._variables.values()):
             raise InvalidUpdateError(f"there is a variable {spec.name!r} already: names are unique in a strategy")
@@ -271,12 +281,40 @@ class Store:
     def _made(self, request: ps_pb2.CreateRequest, payload: Payload) -> HeldVariable:
         spec = request.variable
         partition, dtype = partition_of(spec), dtype_named(spec.dtype)
+        if request.initializer.name == COPY:
+            return HeldVariable(spec, dtype, partition, self._copied(spec, request.initializer))
         if request.HasField("initializer"):
             fill = filler(request.initializer, payload.joined(), spec.name)
             arrays = born(spec, partition, dtype, self.index, fill)
         else:
             arrays = self._given(spec, partition, dtype, payload)
         return HeldVariable(spec, dtype, partition, {shard: Shard(array) for shard, array in arrays.items()})
+
+    def _copied(self, spec: ps_pb2.VariableSpec, initializer: ps_pb2.Initializer) -> dict[int, Shard]:
+        """The shards of another variable that live here, as they are now."""
+        try:
+            numbers = json.loads(initializer.numbers)
+            source, optimizers = int(numbers["variable"]), set(map(int, numbers["optimizers"]))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ProtocolError(f"variable {spec.name!r}, a copy of nothing: {error!r}") from None
+        held = self._variables.get(source)
+        if held is None:
+            raise UnknownVariableError(f"variable {spec.name!r} is to be a copy of number {source}, which is not here")
+        same = ps_pb2.VariableSpec()
+        same.CopyFrom(held.spec)
+        same.id, same.name = spec.id, spec.name
+        if same != spec:
+            raise InvalidUpdateError(
+                f"variable {spec.name!r} can't be a copy of {held.spec.name!r}, which has another shape, type, cut or "
+                "places"
+            )
+        try:
+            return {number: shard.copy(optimizers) for number, shard in held.shards.items()}
+        except MemoryError:
+            size = sum(shard.nbytes for shard in held.shards.values())
+            raise InvalidUpdateError(
+                f"ps {self.index} has no memory for a copy of {held.spec.name!r}, up to {size:,} bytes"
+            ) from None
 
     def _given(
         self, spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], payload: Payload
@@ -321,17 +359,24 @@ class Store:
             self._optimizers[spec.id] = HeldOptimizer(spec, rule, definition, by_value)
             self._awaited.pop(spec.id, None)
 
-    def delete(self, name: str, variable: int = 0) -> None:
-        """Remove a variable, of this number if one is given; one that is not there is fine."""
+    def delete(self, name: str, variable: int = 0, prefix: str = "") -> None:
+        """Remove a variable, of this number if one is given; one that is not there is fine.
+
+        With a prefix instead of a name: all whose names begin so, and none of them is made any more.
+        """
 
         def meant(number: int, named: str) -> bool:
-            return named == name and variable in (0, number)
+            return named.startswith(prefix) if prefix else named == name and variable in (0, number)
 
         with self._lock:
+            if prefix and prefix not in self._gone:
+                self._gone.append(prefix)
             for number, held in list(self._variables.items()):
                 if meant(number, held.spec.name):
                     del self._variables[number]
                     self._prepared.clear()
+                    if prefix:
+                        self._births.pop(number, None)
             self._unborn = {number: named for number, named in self._unborn.items() if not meant(number, named)}
 
     def describe(

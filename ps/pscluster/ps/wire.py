@@ -13,6 +13,16 @@ To begin a stream of its own costs as much as some MiB in one message (10,000 ro
 """
 
 
+PINNED = "pscluster/pinned/"
+"""Names of copies of variables begin so, which an evaluation reads while training goes on: they are in no checkpoint,
+and a coordinator that attaches removes those that it finds. Behind it stand the evaluation's number and the variable's
+name."""
+
+COPY = "copy"
+"""The initializer that takes the values of another variable's shards on the same server, and what optimizers keep
+beside them. `numbers` says of which variable, and for which optimizers."""
+
+
 def part_name(server: int, servers: int) -> str:
     """Of the file that one of so many servers writes of a checkpoint."""
     return f"part-{server}-of-{servers}.safetensors"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from pscluster.core.frames import Buffer
 from pscluster.core.handles import Handle
 from pscluster.ps.client import PsClient
 from pscluster.ps.handles import handle_of
+from pscluster.ps.wire import PINNED
 from pscluster.v1 import definition_pb2, worker_pb2
 from pscluster.worker.datasets import InputContext, WorkerIterator, call_dataset_fn, mixed_seed
 from pscluster.worker.parts import Part, Reader
@@ -51,6 +53,8 @@ class Job:
         self._connecting = threading.Lock()
         self._lock = threading.Lock()
         self._handles: dict[tuple[str, str], Handle] = {("strategy", ""): Strategy(client)}
+        # Of copies that are there for one evaluation: for as long as its function is.
+        self._passing: weakref.WeakValueDictionary[tuple[str, str], Handle] = weakref.WeakValueDictionary()
         self._definitions: dict[str, Callable[..., Any]] = {}
         self._arguments: dict[int, list[memoryview]] = {}
         self._results: dict[int, Sequence[Buffer]] = {}
@@ -82,13 +86,15 @@ class Job:
     def resolve_handle(self, kind: str, key: str) -> Handle:
         """This worker's object for a handle."""
         with self._lock:
-            known = self._handles.get((kind, key))
+            known = self._handles.get((kind, key), self._passing.get((kind, key)))
         if known is not None:
             return known
         handle = handle_of(kind, key, self.client, self.resolve_handle)
         if handle is None:
             raise ProtocolError(f"there is no {kind} {key!r} on this worker")
         with self._lock:
+            if PINNED in key:
+                return self._passing.setdefault((kind, key), handle)
             return self._handles.setdefault((kind, key), handle)
 
     # Definitions and resources

@@ -50,7 +50,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.geometry import moves
 from pscluster.core.identity import fresh_id
 from pscluster.ps.checkpoints.tensor_files import join
-from pscluster.ps.wire import part_name
+from pscluster.ps.wire import PINNED, part_name
 from pscluster.v1 import ps_pb2
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class Checkpoint:
                 strategy.positions.save()
             index = Index(number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
             directory = strategy.client.directory()[0]
-            for spec in directory.variables:
+            variables = [spec for spec in directory.variables if not spec.name.startswith(PINNED)]
+            for spec in variables:
                 index.add_variable(spec)
             for optimizer in directory.optimizers:
                 index.optimizers[optimizer.name] = MessageToDict(optimizer, preserving_proto_field_name=True)
@@ -114,7 +115,7 @@ class Checkpoint:
                     strategy.client.checkpoint(ps_pb2.CheckpointRequest.DROP, mark)
                 raise
         index.pause_seconds = round(time.monotonic() - begin, 6)
-        return MarkedCheckpoint(strategy, mark, index, {spec.id: spec.name for spec in directory.variables})
+        return MarkedCheckpoint(strategy, mark, index, {spec.id: spec.name for spec in variables})
 
     def _paused(self) -> contextlib.AbstractContextManager[None]:
         """No function runs within the block."""

@@ -26,6 +26,7 @@ from pscluster.ps.durable.capture import Capture
 from pscluster.ps.rules import compute_dtype, new_slots
 from pscluster.ps.shard import Shard
 from pscluster.ps.store import HeldVariable, Store
+from pscluster.ps.wire import PINNED
 from pscluster.v1 import ps_pb2
 
 
@@ -66,13 +67,15 @@ class Parts:
         self._over: set[int] = set()  # the last that was dropped, or has taken the place of what there was
 
     def mark(self, store: Store, number: int) -> None:
-        """Remember all shards as they are."""
+        """Remember all shards as they are, but for those of copies that an evaluation reads."""
         with self._lock:
             if number in self._over:
                 return
         self._forget_marked()
         marked = []
         for held in store.held()[0]:
+            if held.spec.name.startswith(PINNED):
+                continue
             for index, shard in held.shards.items():
                 with shard.lock:
                     capture = shard.capture()

@@ -1,0 +1,260 @@
+"""Evaluation while training goes on, and whoever dies: it is of the variables at the barrier, or says it is not."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.faults.armed import Armed, armed_cluster
+from tests.faults.steps import note, wait_for
+from tests.faults.support import PATIENCE, until
+from tests.faults.test_coordinator_death import started
+
+from pscluster.coordinator.api import (
+    ClusterCoordinator,
+    FixedShardsPartitioner,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+    metrics,
+)
+from pscluster.core.errors import PSUnavailableError, UnavailableError
+from pscluster.ps.wire import PINNED
+from pscluster.worker.evaluation import results_of, states_of
+
+EXAMPLES = 2000
+SHARDS = 40
+TRAINED = 300
+
+DEATHS = [
+    f"worker/{point}=kill@{nth}"
+    for point, nth in {
+        "worker.define.after": 2,
+        "worker.run.before": 15,
+        "client.exchange.after": 40,
+        "worker.run.after": 30,
+        "worker.result.before": 25,
+        "worker.result.after": 45,
+    }.items()
+]
+
+
+@contextmanager
+def running(armed: Armed, **options: Any) -> Iterator[tuple[ParameterServerStrategy, ClusterCoordinator, Variable]]:
+    """A job with a variable that is cut in two."""
+    options.setdefault("ps_timeout", PATIENCE)
+    partitioner = FixedShardsPartitioner(2)
+    with ParameterServerStrategy(armed.cluster, partitioner, connect_timeout=PATIENCE, **options) as strategy:
+        with strategy.scope():
+            w = Variable(np.random.default_rng(0).normal(size=8), name="w")
+        yield strategy, ClusterCoordinator(strategy, max_attempts=len(DEATHS) + 1), w
+
+
+def copies(strategy: ParameterServerStrategy) -> list[set[str]]:
+    """By server."""
+    directories = strategy.client.directory()
+    return [{spec.name for spec in each.variables if spec.name.startswith(PINNED)} for each in directories]
+
+
+def examples() -> Any:
+    """Rows whose sums differ in their bits with the order of adding."""
+    return np.random.default_rng(1).normal(size=(EXAMPLES, 8))
+
+
+def as_one_process(step: Any, data: Any, shards: int) -> Any:
+    """What one process finds with the variables as they are now."""
+    elements = list(data.local())
+    cuts = [len(elements) * shard // shards for shard in range(shards + 1)]
+    parts = [elements[first:after] for first, after in itertools.pairwise(cuts) if first < after]
+    named = {"sum": metrics.Sum()}
+    return results_of(named, [states_of(step, named, part) for part in parts])
+
+
+@pytest.mark.timeout(180)
+def test_workers_die_at_named_points(tmp_path: Path) -> None:
+    """The evaluation is bit for bit that of one process, and each function beside it has counted once."""
+    with (
+        armed_cluster(tmp_path / "faults", 2, 2, durability="log", revive=True) as armed,
+        running(armed) as (strategy, coordinator, w),
+    ):
+        with strategy.scope():
+            count = Variable(np.zeros(4), name="count")
+        data = coordinator.distribute_dataset(examples()).shuffle(seed=1).batch(16)
+
+        def step(batch: Any) -> tuple[Any]:
+            return (batch @ w.numpy(),)
+
+        def train(number: int) -> int:
+            w.assign_add(np.full(8, 0.1))
+            count.assign_add(np.ones(4))
+            return number
+
+        expected = as_one_process(step, data, SHARDS)
+        armed.arm(*DEATHS)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(
+                coordinator.evaluate, step, data, [metrics.Sum()], shards=SHARDS, concurrent=True, timeout=PATIENCE
+            )
+            until(lambda: found.done() or all(copies(strategy)), "they are pinned")
+            values = [coordinator.schedule(train, args=(number,)) for number in range(TRAINED)]
+            assert found.result(PATIENCE) == expected
+            coordinator.join(PATIENCE)
+        assert coordinator.fetch(values, PATIENCE) == list(range(TRAINED))
+        armed.until_struck(*DEATHS, calls=False)
+        assert count.numpy().tolist() == [TRAINED] * 4
+        assert copies(strategy) == [set(), set()]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("durability", ["log", "snapshot"])
+def test_servers_die(tmp_path: Path, durability: str) -> None:
+    """Both at once, in the middle: what they had pinned they have when they are back."""
+    folder = str(tmp_path)
+    with (
+        armed_cluster(tmp_path / "faults", 2, 2, durability=durability, revive=True) as armed,
+        running(armed) as (strategy, coordinator, w),
+    ):
+        data = coordinator.distribute_dataset(examples()).batch(100)
+
+        def step(batch: Any) -> tuple[Any]:
+            Path(folder, "evaluating").touch()
+            wait_for(folder, "gate")
+            return (batch @ w.numpy(),)
+
+        note(folder, "gate")
+        expected = as_one_process(step, data, 3)
+        Path(folder, "gate").unlink()
+        Path(folder, "evaluating").unlink()
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(coordinator.evaluate, step, data, [metrics.Sum()], shards=3, concurrent=True)
+            try:
+                wait_for(folder, "evaluating")
+                w.assign(np.zeros(8))
+                for index in range(2):
+                    armed.cluster.kill("ps", index, signal.SIGKILL, timeout=PATIENCE)
+                armed.until_all_live()
+            finally:
+                note(folder, "gate")
+            assert found.result(PATIENCE) == expected
+        assert copies(strategy) == [set(), set()]
+
+
+@pytest.mark.timeout(180)
+def test_a_server_dies_while_it_copies(tmp_path: Path) -> None:
+    """A copy that was not made is made when it is back; of one that is lost the evaluation says so."""
+    with (
+        armed_cluster(tmp_path / "faults", 2, 1, durability="log", revive=True) as armed,
+        running(armed) as (strategy, coordinator, w),
+    ):
+        with strategy.scope():
+            v = Variable(np.arange(4.0), name="v")
+        data = coordinator.distribute_dataset(examples()).batch(100)
+
+        def step(batch: Any) -> tuple[Any]:
+            return (batch @ w.numpy() + v.numpy().sum(),)
+
+        def evaluate() -> Any:
+            return coordinator.evaluate(step, data, [metrics.Sum()], shards=3, concurrent=True, timeout=PATIENCE)
+
+        expected = as_one_process(step, data, 3)
+        for point in ("before", "after"):
+            armed.arm(fault := f"ps/ps.create.{point}=kill@1")
+            assert evaluate() == expected
+            armed.until_struck(fault, calls=False)
+            assert copies(strategy) == [set(), set()]
+        armed.arm(fault := "ps/ps.create.before=kill@2")
+        with pytest.raises(UnavailableError, match=r"came back without the copies .*: evaluate again") as raised:
+            evaluate()
+        assert not isinstance(raised.value, PSUnavailableError), "the job is not lost"
+        armed.until_struck(fault, calls=False)
+        assert copies(strategy) == [set(), set()]
+        assert evaluate() == expected
+        coordinator.join(PATIENCE)
+
+
+@pytest.mark.timeout(180)
+def test_a_server_that_is_not_there_at_the_end(tmp_path: Path) -> None:
+    """It has its copies still when it comes back: the next evaluation deletes them."""
+    folder = str(tmp_path)
+    with armed_cluster(tmp_path / "faults", 2, 1) as armed, running(armed) as (strategy, coordinator, _):
+        with strategy.scope():
+            whole = Variable(np.ones(4), name="whole", partitioner=FixedShardsPartitioner(1))
+        data = coordinator.distribute_dataset(np.arange(10.0))
+
+        def step(number: Any) -> tuple[Any]:
+            note(folder, "evaluating")
+            wait_for(folder, "gate")
+            return (number * whole.numpy(),)
+
+        def evaluate() -> Any:
+            return coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=PATIENCE)
+
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(evaluate)
+            try:
+                wait_for(folder, "evaluating")
+                away = 1 - whole.owners[0]
+                armed.cluster.kill("ps", away, signal.SIGKILL, timeout=PATIENCE)
+            finally:
+                note(folder, "gate")
+            assert found.result(PATIENCE) == {"sum": 180.0}
+        armed.cluster.restart("ps", away, timeout=PATIENCE)
+        until(lambda: copies(strategy)[away], "it is back, with the copy")
+        assert evaluate() == {"sum": 180.0}
+        assert copies(strategy) == [set(), set()]
+
+
+SCRIPT = """
+    import sys
+    import numpy as np
+    from pscluster.coordinator import (
+        ClusterCoordinator, FixedShardsPartitioner, ParameterServerStrategy, TFConfigClusterResolver, Variable, metrics,
+    )
+    from tests.faults.steps import note, wait_for
+
+    folder = sys.argv[1]
+    strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
+    names = [sorted(spec.name for spec in each.variables) for each in strategy.client.directory()]
+    with strategy.scope():
+        w = Variable(np.ones(4), name="w")
+    coordinator = ClusterCoordinator(strategy)
+    data = coordinator.distribute_dataset(np.arange(10.0))
+    resumed = strategy.resumed
+
+    def step(number):
+        note(folder, f"evaluating-{resumed}")
+        wait_for(folder, "gate")
+        return number * w.numpy()
+
+    if resumed:
+        note(folder, "names", f"{names} {strategy.variables}")
+        note(folder, "gate")
+    found = coordinator.evaluate(step, data, [metrics.Sum()], shards=3, concurrent=True)
+    names = [sorted(spec.name for spec in each.variables) for each in strategy.client.directory()]
+    note(folder, "result", f"{found['sum']} {names}")
+"""
+
+
+@pytest.mark.timeout(180)
+def test_the_coordinator_dies(tmp_path: Path) -> None:
+    """In the middle of an evaluation: the next one finds the variables, and nothing else."""
+    script = tmp_path / "evaluate.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    with LocalCluster(2, 1, log_level="ERROR", durability="log") as cluster:
+        with started(cluster, script, tmp_path) as first:
+            wait_for(str(tmp_path), "evaluating-False")
+            first.send_signal(signal.SIGKILL)
+        with started(cluster, script, tmp_path) as second:
+            names = wait_for(str(tmp_path), "names")
+            assert second.wait(PATIENCE) == 0
+        assert names.startswith("[['w'], ['w']] [<ShardedVariable 'w' ")
+        assert PINNED not in names
+        assert wait_for(str(tmp_path), "result") == "180.0 [['w'], ['w']]"
