@@ -184,7 +184,12 @@ class CallbackList(Callback):
         self._each("on_train_end", logs or {})
 
     def on_train_interrupted(self, logs: Logs | None = None) -> None:
-        self._each("on_train_interrupted", logs or {})
+        """All of them, also where one of them can't."""
+        for callback in self.callbacks:
+            try:
+                callback.on_train_interrupted(logs or {})
+            except Exception as error:
+                logger.error("the callback %s has failed at the end: %s", type(callback).__name__, error)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self.training.epoch, self.training.steps = epoch, 0
@@ -599,7 +604,7 @@ class ModelCheckpoint(_Saving):
         _ = self.manager.checkpoints  # a directory that can't be looked into is found now
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        if self.save_freq != "epoch":
+        if self.save_freq != "epoch" or self.training.failed:
             return
         value = None if self._monitor is None else self._monitor.value(logs)
         if self._monitor is None:
