@@ -4,8 +4,9 @@ One thread, the caller's, runs it all: it schedules functions of several steps (
 workers, takes their logs as they end, in whatever order, and calls the callbacks. What comes when:
 
     BEGIN -> EPOCH -> (EVALUATION) -> EPOCH -> ... -> END
-    EPOCH --stop_training, Ctrl-C, SIGTERM, a callback's error--> what waits is cancelled, what runs ends, its logs are
-                                      taken; then END, the interruption's hooks, or the error
+    EPOCH --stop_training, Ctrl-C, SIGTERM--> what waits is cancelled, what runs ends, its logs are taken; then END, or
+                                              the interruption's hooks
+    any   --a callback's error--> what waits is cancelled, what runs ends; the error
     any   --a function's error--> all of them have ended; the error
 
 Kept with the variables (state.py): at each epoch's begin and end, when the size of functions changes, before any
