@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tests.conftest import until
 from tests.roles.processes import (
     DONE,
     IDLE,
@@ -169,6 +170,38 @@ def test_three_places(tmp_path: Path) -> None:
         assert coordinator.wait() == 0
         for process in (ps, worker, coordinator):
             assert TOKEN not in process.output
+
+
+def test_a_token_is_changed_without_a_stop(tmp_path: Path) -> None:
+    """A file holds several: all are accepted, the first is sent; what is added or removed counts without a restart."""
+    new = "a-newer-one-that-nobody-knows"
+    file, cluster = tmp_path / "token", make_cluster()
+    file.write_text(f"{TOKEN}\n")
+    env = {"PSCLUSTER_TOKEN_FILE": str(file)}
+
+    def write(*tokens: str) -> None:
+        file.with_suffix(".draft").write_text("\n".join(tokens))
+        file.with_suffix(".draft").rename(file)
+
+    def is_let_in(token: str) -> bool:
+        return run("health", cluster["ps"][0], PSCLUSTER_TOKEN=token)[0] == 0
+
+    with Roles(cluster, tmp_path, env) as roles:
+        ps = roles.ps()
+        until(lambda: is_let_in(TOKEN), "it serves")
+        assert not is_let_in(new)
+        write(TOKEN, new)
+        until(lambda: is_let_in(new), "the new one is accepted")
+        assert is_let_in(TOKEN)
+        write(new, "short")
+        stay = f"the tokens of before stay: the cluster token in {file} has 5 usable characters"
+        until(lambda: is_let_in(TOKEN) and stay in ps.output, "one that can't be used is refused")
+        write(new)
+        until(lambda: not is_let_in(TOKEN), "the old one is refused")
+        assert is_let_in(new)
+        assert run("health", cluster["ps"][0], **env)[0] == 0
+        assert TOKEN not in ps.output
+        assert new not in ps.output
 
 
 def test_create_token_race(tmp_path: Path) -> None:
