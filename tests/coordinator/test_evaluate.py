@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE, Gate, until, wait_for_file
+from tests.conftest import NUM_WORKERS, PATIENCE, Gate, leave_mark, marks, until, wait_for_file
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -158,6 +158,23 @@ def test_an_evaluation_waits_for_another_one(coordinator: ClusterCoordinator, ga
             coordinator.evaluate(step, data, [metrics.Sum()], timeout=0.05)
         gate.open()
         assert first.result(PATIENCE) == {"sum": 6.0}
+
+
+def test_an_evaluation_that_takes_too_long(coordinator: ClusterCoordinator, gate: Gate) -> None:
+    """Leaves nothing behind: what has not begun never does."""
+    data, path = coordinator.distribute_dataset(np.arange(40)), gate.path
+
+    def step(number: Any) -> tuple[Any]:
+        leave_mark(path, str(number))
+        wait_for_file(path)
+        return (number,)
+
+    with pytest.raises(errors.WaitTimeoutError, match=r"not done after"):
+        coordinator.evaluate(step, data, [metrics.Sum()], shards=40, timeout=0.5)
+    gate.open()
+    coordinator.join(PATIENCE)
+    assert len(marks(gate)) <= 2 * NUM_WORKERS
+    assert coordinator.evaluate(lambda number: (number,), data, [metrics.Sum()], timeout=PATIENCE) == {"sum": 780.0}
 
 
 def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:

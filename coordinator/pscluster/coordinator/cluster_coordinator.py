@@ -388,9 +388,14 @@ class ClusterCoordinator:
         if concurrent:
             return results_of(named, self._states_of_copies(evaluate_shard, dataset, shards, timeout))
         deadline = None if timeout is None else time.monotonic() + timeout
+        found: list[RemoteValue] = []
         with self._dispatcher.alone(timeout):
-            found = [self.schedule(evaluate_shard, args=(part,)) for part in dataset.shards(shards)]
-            self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            try:
+                found.extend(self.schedule(evaluate_shard, args=(part,)) for part in dataset.shards(shards))
+                self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except BaseException:
+                self._dispatcher.withdraw(self._dispatcher.tasks_of(found))
+                raise
             states = self.fetch(found)
         return results_of(named, states)
 

@@ -329,6 +329,12 @@ class Dispatcher:
                     raise WaitTimeoutError(f"not evaluated after {timeout:g} s: {self._describe()}")
                 self._changed.wait(left)
 
+    def tasks_of(self, values: Iterable[RemoteValue]) -> list[Task[Call]]:
+        """Those that have not ended."""
+        wanted = set(map(id, values))
+        with self._lock:
+            return [task for task in self._scheduler.tasks() if id(task.payload.result()) in wanted]
+
     def withdraw(self, tasks: Sequence[Task[Call]]) -> None:
         """Nobody waits for these any more: what has not begun never does, what runs is asked to stop."""
         with self._lock:

@@ -29,7 +29,7 @@ import enum
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -123,6 +123,14 @@ class Scheduler(Generic[P]):
     def in_flight(self) -> int:
         """Tasks that are sent or in limbo."""
         return sum(len(worker.sent) + len(worker.limbo) for worker in self.workers)
+
+    def tasks(self) -> Iterator[Task[P]]:
+        """All that have not ended."""
+        yield from self._blocked
+        yield from self._queue
+        for worker in self.workers:
+            yield from worker.sent.values()
+            yield from worker.limbo
 
     @property
     def idle(self) -> bool:
