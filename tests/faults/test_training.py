@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import textwrap
 from pathlib import Path
@@ -127,4 +128,19 @@ def test_it_is_asked_twice(script: Path, tmp_path: Path) -> None:
         while first.poll() is None:  # two that are pending at once are one
             first.send_signal(signal.SIGINT)
         assert first.wait(PATIENCE) in (0, 128 + signal.SIGINT)
+        assert not (tmp_path / "result").exists()
+
+
+@pytest.mark.timeout(180)
+def test_the_cluster_is_gone(script: Path, tmp_path: Path) -> None:
+    """Asked to end where no checkpoint can be made any more, it does not wait for its servers as long as a job does."""
+    with (
+        LocalCluster(1, 1, log_level="ERROR", durability="none", max_restarts=0) as cluster,
+        started(cluster, script, tmp_path, 30, 0) as first,
+    ):
+        wait_for(str(tmp_path), "enough")
+        os.kill(cluster.pids["ps", 0], signal.SIGKILL)
+        first.send_signal(signal.SIGTERM)
+        (tmp_path / "go on").touch()
+        assert first.wait(PATIENCE) == 0
         assert not (tmp_path / "result").exists()

@@ -329,6 +329,11 @@ class Dispatcher:
                     raise WaitTimeoutError(f"not evaluated after {timeout:g} s: {self._describe()}")
                 self._changed.wait(left)
 
+    def out_of_reach(self) -> list[tuple[PeerAddress, float]]:
+        """Servers that are, and for how many seconds."""
+        now = time.monotonic()
+        return [(server.peer, now - server.gone_since) for server in self._servers if server.gone_since]
+
     def tasks_of(self, values: Iterable[RemoteValue]) -> list[Task[Call]]:
         """Those that have not ended."""
         wanted = set(map(id, values))
@@ -552,9 +557,8 @@ class Dispatcher:
             if self._pauses:
                 lines.append("a checkpoint, or copies of variables, are made: no function is handed out meanwhile")
         lines += [
-            f"{server.peer}: out of reach for {now - server.gone_since:.0f} s: who reads or updates there waits for it"
-            for server in self._servers
-            if server.gone_since
+            f"{peer}: out of reach for {seconds:.0f} s: who reads or updates there waits for it"
+            for peer, seconds in self.out_of_reach()
         ]
         return "\n".join(lines)
 

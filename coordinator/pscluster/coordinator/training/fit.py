@@ -49,6 +49,9 @@ LOOK_SECONDS = 0.05
 SAVE_SECONDS = 10.0
 """So often it is kept how far the training is, within an epoch."""
 
+HOPELESS = 10.0
+"""Behind a signal a server that is gone is waited for no longer than so many seconds."""
+
 _CALIBRATION = 32
 
 
@@ -536,9 +539,18 @@ class Fit:
                 self._take(value, work)
 
     def _interrupt(self) -> None:
-        self._stop()
-        self._keep()
-        self._callbacks.on_train_interrupted(self._means())
+        with self._interrupts.unless(self._hopeless):
+            self._stop()
+            self._keep()
+            self._callbacks.on_train_interrupted(self._means())
+
+    def _hopeless(self) -> str:
+        """Why it makes no sense to wait for an end in order: the whole cluster is ending, as a rule."""
+        gone = self._coordinator.out_of_reach()
+        late = [
+            f"{server} is out of reach for {seconds:.0f} s" for server, seconds in gone.items() if seconds > HOPELESS
+        ]
+        return ", ".join(late)
 
     def _give_up(self) -> None:
         """An error: nothing is left running, and the position is what it was."""

@@ -13,13 +13,14 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOOK_SECONDS = 0.5
 
 
 class Interrupts:
@@ -80,6 +81,26 @@ class Interrupts:
             yield
         finally:
             self._at_once = False
+
+    @contextlib.contextmanager
+    def unless(self, hopeless: Callable[[], str]) -> Iterator[None]:
+        """Within the block, which a signal has asked for: once this says why there is no hope, it ends at once, too."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(LOOK_SECONDS):
+                if (why := hopeless()) and self.asked in self._before:
+                    logger.error("the training ends at once: %s", why)
+                    os.kill(os.getpid(), self.asked)
+                    return
+
+        watcher = threading.Thread(target=watch, name="interrupts", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
 
     def hand_on(self) -> None:
         """Behind the block: what the signal would have done without it, if it has not."""
