@@ -298,8 +298,6 @@ class Dispatcher:
             self._scheduler.add(task)
             if call.key:
                 self._keys.add(call.key)
-                for keys in (self._to_forget, *self._forgotten):  # a checkpoint was restored: it is work again
-                    keys.discard(call.key)
             if free is not None and not self._hand_over(free):
                 self._ask_to_wake()
         return task
