@@ -13,8 +13,10 @@ from hypothesis import given
 
 from pscluster.coordinator.training.plan import (
     DISPATCH_SHARE,
+    FUNCTION_SECONDS,
     FUNCTIONS_A_WORKER,
     MOST_QUEUED,
+    Overhead,
     Plan,
     best_size,
     most_ahead,
@@ -230,10 +232,11 @@ def test_the_best_size(seconds: list[float], dispatch: float, per_epoch: int | N
     assert size >= 1
     most = max(1, per_epoch // (workers * FUNCTIONS_A_WORKER)) if per_epoch is not None else None
     assert most is None or size <= most
+    wanted = min(dispatch, DISPATCH_SHARE * FUNCTION_SECONDS)
     if size != most:
-        assert dispatch <= DISPATCH_SHARE * typical * size * (1 + 1e-9)
+        assert wanted <= DISPATCH_SHARE * typical * size * (1 + 1e-9)
     if size > 1:
-        assert dispatch >= DISPATCH_SHARE * typical * (size - 1) * (1 - 1e-9)
+        assert wanted >= DISPATCH_SHARE * typical * (size - 1) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -271,3 +274,19 @@ def test_sizes_hold_from_their_elements_on() -> None:
     plan = Plan("data", 100, 1, 100, 100, cuts=[(10, 3), (40, 7)])
     sizes = [(size, len(list(run))) for size, run in itertools.groupby(plan.size_at(each) for each in range(100))]
     assert sizes == [(1, 10), (3, 30), (7, 60)]
+
+
+def test_what_functions_cost_beside_their_steps() -> None:
+    """Of two workers' time what was not within functions, shared by all of them; known behind enough of them."""
+    overhead, now = Overhead(2), 100.0
+    overhead.begin(now)
+    found = []
+    for _ in range(40):
+        now += 0.02
+        found.append(overhead.add(0.03, 2, now))
+    assert found[:15] == [None] * 15, "sixteen functions at least"
+    assert found[15] == pytest.approx(0.01)
+    assert found[31] == pytest.approx(0.01), "and anew"
+    assert len([each for each in found if each is not None]) == 2
+    overhead.begin(now)
+    assert all(overhead.add(0.001, 2, now + each / 1000) is None for each in range(100)), "in a tenth of a second"

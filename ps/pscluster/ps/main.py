@@ -37,6 +37,9 @@ from pscluster.ps.wire import SERVICE
 
 logger = logging.getLogger(__name__)
 
+SEND_SECONDS = 0.25
+"""For answers that were made in the last moment to be sent, before connections are closed."""
+
 
 def serve_ps(
     index: int,
@@ -65,7 +68,7 @@ def serve_ps(
             server.leave()
             if not service.drain.close(options.grace):
                 logger.warning("requests were still under way after %g s; they are cut off", options.grace)
-            server.stop(0)  # streams do not end by themselves
+            server.stop(SEND_SECONDS)  # streams do not end by themselves
             reach("ps.stop.before")
             role.keeper.close()
 

@@ -13,7 +13,7 @@ from pscluster.core.context import experimental_get_current_worker_index
 from pscluster.core.errors import MisuseError
 
 StepLogs = tuple[int, float, list[str], npt.NDArray[np.float64]]
-"""The worker's number, seconds in the steps, names, and for each step a row of numbers."""
+"""The worker's number, seconds in all, names, and for each step a row of numbers."""
 
 
 def logs_of_steps(step: Callable[[Any], Any], elements: Iterable[Any], steps: int | None = None) -> StepLogs:
@@ -29,8 +29,7 @@ def logs_of_steps(step: Callable[[Any], Any], elements: Iterable[Any], steps: in
     """
     names: list[str] | None = None
     rows: list[list[float]] = []
-    seconds = 0.0
-    iterator = iter(elements)
+    begin, iterator = time.perf_counter(), iter(elements)
     while steps is None or len(rows) < steps:
         try:
             element = next(iterator)
@@ -38,9 +37,7 @@ def logs_of_steps(step: Callable[[Any], Any], elements: Iterable[Any], steps: in
             if steps is None:
                 break
             raise  # as out of the user's own step: it becomes the error that says what to do
-        begin = time.perf_counter()
         found = step(element)
-        seconds += time.perf_counter() - begin
         logs = found if isinstance(found, dict) else {} if found is None else {"loss": found}
         if names is None:
             names = list(logs)
@@ -48,7 +45,7 @@ def logs_of_steps(step: Callable[[Any], Any], elements: Iterable[Any], steps: in
             raise MisuseError(f"the step gave logs named {names} before, and {list(logs)} now: give the same each time")
         rows.append([_number(name, logs[name]) for name in names])
     values = np.array(rows, np.float64).reshape(len(rows), len(names or ()))
-    return experimental_get_current_worker_index(), seconds, names or [], values
+    return experimental_get_current_worker_index(), time.perf_counter() - begin, names or [], values
 
 
 def nothing() -> None:

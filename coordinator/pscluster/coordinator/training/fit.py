@@ -33,7 +33,7 @@ from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
-from pscluster.coordinator.training.plan import MEASURED, Plan, best_size, most_ahead
+from pscluster.coordinator.training.plan import MEASURED, Overhead, Plan, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
 from pscluster.core.definitions import name_of
 from pscluster.core.errors import CancelledError, FunctionError, MisuseError, PsClusterError
@@ -311,7 +311,9 @@ class Fit:
         self._dispatch_seconds = 0.0
         self._step_seconds: deque[float] = deque(maxlen=max(64, 2 * self._workers))
         self._function_seconds: float | None = None
-        self._settled = self._packing != "auto"  # how many steps a function takes, in this epoch
+        self._settled = self._packing != "auto"  # how many steps a function takes, in this epoch, about
+        self._final = self._settled  # that, and no more changes of it
+        self._overhead = Overhead(self._workers)
         self._batches = 0
         self._saved = time.monotonic()
 
@@ -478,10 +480,27 @@ class Fit:
         if self._line is not None:
             shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if steps else {}
             self._line.update(work.units, examples=work.examples, logs=shown)
-        if not self._settled and len(self._step_seconds) >= max(MEASURED, 2 * self._workers):
+        if not self._final:
+            self._resize(seconds)
+
+    def _resize(self, seconds: float) -> None:
+        """A function of so many seconds has ended: has it been told how many steps one should take?"""
+        now = time.monotonic()
+        if not self._settled:
+            if len(self._step_seconds) < max(MEASURED, 2 * self._workers):
+                return
             self._settled = True
-            if self._feed.resize(self._best_size()):
-                self._keep()  # before a function of that size is scheduled
+            self._overhead.begin(now)
+        else:
+            beside = self._overhead.add(seconds, self._coordinator.workers_up, now)
+            if beside is None:
+                return
+            self._dispatch_seconds = beside
+            if self._best_size() < 1.5 * self._feed.size():
+                self._final = True
+                return
+        if self._feed.resize(self._best_size()):
+            self._keep()  # before a function of that size is scheduled
 
     def _best_size(self) -> int:
         per_epoch = self._feed.per_epoch
@@ -489,6 +508,7 @@ class Fit:
 
     def _settle_size(self, goes_on: bool) -> None:
         """At an epoch's begin. One that is gone on with keeps its cuts: what was handed out is not known."""
+        self._final = self._packing != "auto" or (goes_on and self._feed.data is not None)
         if goes_on and self._feed.data is not None:
             self._settled = True
         elif self._packing != "auto":
@@ -498,6 +518,7 @@ class Fit:
             if not now / 2 < best < now * 2:
                 self._feed.resize(best)
             self._settled = True
+            self._overhead.begin(time.monotonic())
         else:
             self._settled = False
 

@@ -23,6 +23,9 @@ MEASURED = 8
 FUNCTIONS_A_WORKER = 4
 """So many functions at least a worker has in an epoch, lest some wait for the last one."""
 
+FUNCTION_SECONDS = 0.25
+"""So long a function is at most, of steps that are shorter: it is what a death repeats, and an end waits for."""
+
 QUEUED_SECONDS = 0.2
 """So much work is scheduled for each worker, beyond two functions."""
 
@@ -136,16 +139,48 @@ def best_size(step_seconds: Iterable[float], dispatch_seconds: float, per_epoch:
 
     Args:
         step_seconds: measured, of several functions: for each the seconds of a step.
-        dispatch_seconds: of a function that does nothing.
+        dispatch_seconds: for which a function keeps a worker, beside its steps.
         per_epoch: steps of an epoch, if that is known.
         workers: how many.
     """
     found = sorted(step_seconds)
     typical = max(found[len(found) // 2], 1e-7)
-    size = math.ceil(dispatch_seconds / (DISPATCH_SHARE * typical))
+    size = math.ceil(min(dispatch_seconds / DISPATCH_SHARE, FUNCTION_SECONDS) / typical)
     if per_epoch is not None:
         size = min(size, per_epoch // (workers * FUNCTIONS_A_WORKER))
     return max(1, size)
+
+
+class Overhead:
+    """For how long functions keep workers beside their steps: measured while these have enough to do.
+
+    Args:
+        workers: how many.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._least = max(16, 8 * workers)
+        self._begin = math.inf
+        self._functions = 0
+        self._seconds = 0.0
+
+    def begin(self, now: float) -> None:
+        """From now on."""
+        self._begin, self._functions, self._seconds = now, 0, 0.0
+
+    def add(self, seconds: float, workers: int, now: float) -> float | None:
+        """A function of so many seconds has ended, so many workers are up. The seconds beside, once they are known.
+
+        Known: when enough functions have ended, in a time that is long enough. Then it begins anew.
+        """
+        self._functions += 1
+        self._seconds += seconds
+        took = now - self._begin
+        if self._functions < self._least or took < QUEUED_SECONDS:
+            return None
+        beside = max(0.0, took * workers - self._seconds) / self._functions
+        self.begin(now)
+        return beside
 
 
 def most_ahead(function_seconds: float | None, workers: int) -> int:
