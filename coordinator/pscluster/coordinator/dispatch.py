@@ -470,15 +470,12 @@ class Dispatcher:
         wanted = list(values)
         with self.paused():
             # On the loop's thread, where no Ctrl-C strikes.
-            return asyncio.run_coroutine_threadsafe(self._cancel_waiting(wanted), self._loop).result()
+            return asyncio.run_coroutine_threadsafe(self._withdraw(wanted), self._loop).result()
 
-    async def _cancel_waiting(self, values: Sequence[RemoteValue]) -> int:
-        wanted = set(map(id, values))
-        with self._changed:
-            cancelled = self._scheduler.cancel_waiting(lambda task: id(task.payload.result()) in wanted)
-            self._settle_cancelled(cancelled)
-            self._changed.notify_all()
-        return len(cancelled)
+    async def _withdraw(self, values: Sequence[RemoteValue]) -> int:
+        tasks = self.tasks_of(values)
+        self.withdraw(tasks)
+        return len(tasks)
 
     @contextlib.contextmanager
     def alone(self, timeout: float | None) -> Iterator[None]:

@@ -496,10 +496,8 @@ class Fit:
             if beside is None:
                 return
             self._dispatch_seconds = beside
-            if self._best_size() < 1.5 * self._feed.size():
-                self._final = True
-                return
-        if self._feed.resize(self._best_size()):
+            self._final = self._best_size() < 1.5 * self._feed.size()
+        if not self._final and self._feed.resize(self._best_size()):
             self._keep()  # before a function of that size is scheduled
 
     def _best_size(self) -> int:
@@ -508,8 +506,9 @@ class Fit:
 
     def _settle_size(self, goes_on: bool) -> None:
         """At an epoch's begin. One that is gone on with keeps its cuts: what was handed out is not known."""
-        self._final = self._packing != "auto" or (goes_on and self._feed.data is not None)
-        if goes_on and self._feed.data is not None:
+        kept = goes_on and self._feed.data is not None
+        self._final = kept or self._packing != "auto"
+        if kept:
             self._settled = True
         elif self._packing != "auto":
             self._feed.resize(self._packing)
