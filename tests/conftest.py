@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ import pytest
 
 from pscluster.coordinator import (
     ClusterCoordinator,
+    DistributedDataset,
     FixedShardsPartitioner,
     LocalCluster,
     ParameterServerStrategy,
     experimental_get_current_worker_index,
+    metrics,
 )
+from pscluster.worker.evaluation import results_of, states_of
 
 # A shared machine may be slow at any moment: no test is about time.
 hypothesis.settings.register_profile("pscluster", deadline=None)
@@ -118,6 +122,16 @@ def leave_mark(path: str, name: str) -> None:
 def marks(gate: Gate) -> set[str]:
     """Who has said so."""
     return {path.name.removeprefix("mark-") for path in Path(gate.path).parent.glob("mark-*")}
+
+
+def in_one_process(
+    step: Callable[[Any], Any], named: Mapping[str, metrics.MetricLike], data: DistributedDataset, shards: int
+) -> dict[str, Any]:
+    """What an evaluation comes to in this process alone, with the same shards, batches and order of merging."""
+    elements = list(data.local())
+    cuts = [len(elements) * shard // shards for shard in range(shards + 1)]
+    parts = [elements[first:after] for first, after in itertools.pairwise(cuts) if first < after]
+    return results_of(named, [states_of(step, named, part) for part in parts])
 
 
 def is_gone(pid: int) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Gate, leave_mark, marks, until, wait_for_file
+from tests.conftest import NUM_WORKERS, PATIENCE, Gate, in_one_process, leave_mark, marks, until, wait_for_file
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -19,7 +18,6 @@ from pscluster.coordinator import (
     errors,
     metrics,
 )
-from pscluster.worker.evaluation import results_of, states_of
 
 EXAMPLES = 1003
 
@@ -70,11 +68,8 @@ def test_as_one_process_does_it(coordinator: ClusterCoordinator, w: Variable, da
     named = {"examples": Examples()}
     for shards in (1, 3, 200):
         found = coordinator.evaluate(step, data, [Examples()], shards=shards, timeout=PATIENCE)
-        elements = list(data.local())
         assert sorted(found["examples"][0]) == list(range(EXAMPLES))
-        cuts = [len(elements) * shard // shards for shard in range(shards + 1)]
-        parts = [elements[first:after] for first, after in itertools.pairwise(cuts) if first < after]
-        assert found == results_of(named, [states_of(step, named, part) for part in parts])
+        assert found == in_one_process(step, named, data, shards)
     assert data.epoch == data.visited == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,7 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Everywhere, Gate, leave_mark, marks, until, wait_for_file
+from tests.conftest import (
+    NUM_WORKERS,
+    PATIENCE,
+    Everywhere,
+    Gate,
+    in_one_process,
+    leave_mark,
+    marks,
+    until,
+    wait_for_file,
+)
 from tests.coordinator.test_evaluate import Examples
 
 from pscluster.coordinator import (
@@ -34,7 +43,6 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.checkpoints.index import read_index
 from pscluster.ps.wire import PINNED
-from pscluster.worker.evaluation import results_of, states_of
 
 EXAMPLES = 203
 ROWS = 10
@@ -97,11 +105,7 @@ def evaluating(gate: Gate, evaluate: Callable[[], Any]) -> Iterator[Any]:
 
 def as_one_process(step: Any, data: DistributedDataset, shards: int) -> Any:
     """What one process finds with the variables as they are now."""
-    elements = list(data.local())
-    cuts = [len(elements) * shard // shards for shard in range(shards + 1)]
-    parts = [elements[first:after] for first, after in itertools.pairwise(cuts) if first < after]
-    named = {"examples": Examples()}
-    return results_of(named, [states_of(step, named, part) for part in parts])
+    return in_one_process(step, {"examples": Examples()}, data, shards)
 
 
 def test_bit_for_bit_what_was_there(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import textwrap
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import in_one_process
 from tests.faults.armed import Armed, armed_cluster
 from tests.faults.steps import note, wait_for
 from tests.faults.support import PATIENCE, until
@@ -28,7 +28,6 @@ from pscluster.coordinator.api import (
 )
 from pscluster.core.errors import PSUnavailableError, UnavailableError
 from pscluster.ps.wire import PINNED
-from pscluster.worker.evaluation import results_of, states_of
 
 EXAMPLES = 2000
 SHARDS = 40
@@ -71,11 +70,7 @@ def examples() -> Any:
 
 def as_one_process(step: Any, data: Any, shards: int) -> Any:
     """What one process finds with the variables as they are now."""
-    elements = list(data.local())
-    cuts = [len(elements) * shard // shards for shard in range(shards + 1)]
-    parts = [elements[first:after] for first, after in itertools.pairwise(cuts) if first < after]
-    named = {"sum": metrics.Sum()}
-    return results_of(named, [states_of(step, named, part) for part in parts])
+    return in_one_process(step, {"sum": metrics.Sum()}, data, shards)
 
 
 @pytest.mark.timeout(180)

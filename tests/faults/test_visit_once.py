@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 import textwrap
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import in_one_process
 from tests.faults.armed import armed_cluster
 from tests.faults.steps import note, wait_for
 from tests.faults.support import PATIENCE
@@ -26,7 +26,6 @@ from pscluster.coordinator.api import (
     Variable,
     metrics,
 )
-from pscluster.worker.evaluation import results_of, states_of
 
 EXAMPLES = 100_000
 
@@ -182,8 +181,5 @@ def test_evaluation_while_workers_die(tmp_path: Path) -> None:
         }
         found = coordinator.evaluate(step, data, named, shards=60, timeout=PATIENCE)
         armed.until_struck(*deaths, calls=False)
-        elements = list(data.local())
-        cuts = [len(elements) * shard // 60 for shard in range(61)]
-        shards = [states_of(step, named, elements[first:after]) for first, after in itertools.pairwise(cuts)]
-        assert found == results_of(named, shards)
+        assert found == in_one_process(step, named, data, 60)
         assert found["count"] == 20_000
