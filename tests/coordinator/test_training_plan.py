@@ -242,7 +242,7 @@ def test_the_best_size(seconds: list[float], dispatch: float, per_epoch: int | N
 @pytest.mark.parametrize(
     ("step", "dispatch", "per_epoch", "workers", "size"),
     [
-        (0.001, 0.0001, None, 2, 5),
+        (0.001, 0.0001, None, 2, 10),
         (0.001, 0.0001, 16, 2, 2),
         (0.001, 0.0001, 5, 2, 1),
         (0.1, 0.0001, 1000, 2, 1),
@@ -277,16 +277,26 @@ def test_sizes_hold_from_their_elements_on() -> None:
 
 
 def test_what_functions_cost_beside_their_steps() -> None:
-    """Of two workers' time what was not within functions, shared by all of them; known behind enough of them."""
-    overhead, now = Overhead(2), 100.0
-    overhead.begin(now)
+    """What a worker waits between two of them, and the coordinator's time; known behind enough of them."""
+    overhead, now, cpu = Overhead(2), 100.0, 7.0
+    overhead.begin(now, cpu)
     found = []
-    for _ in range(40):
-        now += 0.02
-        found.append(overhead.add(0.03, 2, now))
+    for number in range(40):
+        now, cpu = now + 0.02, cpu + 0.002
+        begin = number // 2 * 0.04 + number % 2 * 1000.0  # each worker has a clock of its own
+        found.append(overhead.add(number % 2, begin, begin + 0.039, now, cpu))
     assert found[:15] == [None] * 15, "sixteen functions at least"
-    assert found[15] == pytest.approx(0.01)
-    assert found[31] == pytest.approx(0.01), "and anew"
+    assert found[15] == pytest.approx(0.001 + 0.002)
+    assert found[31] == pytest.approx(0.001 + 0.002), "and anew"
     assert len([each for each in found if each is not None]) == 2
-    overhead.begin(now)
-    assert all(overhead.add(0.001, 2, now + each / 1000) is None for each in range(100)), "in a tenth of a second"
+    overhead.begin(now, cpu)
+    assert all(overhead.add(0, each, each, now + each / 1000, cpu) is None for each in range(100)), "in 0.1 s"
+
+
+def test_a_worker_that_was_started_again_has_another_clock() -> None:
+    """What lies between the two says nothing."""
+    overhead = Overhead(1)
+    overhead.begin(0.0, 0.0)
+    times = [*(100.0 + each for each in range(10)), *(1.0 + each for each in range(10))]
+    found = [overhead.add(0, begin, begin + 0.75, number, 0.0) for number, begin in enumerate(times)]
+    assert next(each for each in found if each is not None) == pytest.approx(0.25)

@@ -5,8 +5,9 @@ are ready, so that no finished function waits for a running one. Functions that 
 wait in the stream; `recall` therefore tells apart, by their position in the order of sending, those that
 were not read yet, those that wait here, the running one and those that have ended.
 
-From the first function on that has a part of a dataset, another thread reads the stream: what the next function
-needs is read while one runs. Not before, since handing each function to another thread costs more than a short one.
+While a function runs that reads a part of a dataset, or behind one that was long, another thread reads the next message
+of the stream: what comes next is there, and what it needs is read, when the function ends. Not behind a short one,
+since handing a message to another thread costs more than that.
 
 Every function that was sent gets exactly one outcome on the stream, or none because the stream ended; in that
 case the coordinator hands it to another worker.
@@ -39,6 +40,10 @@ from pscluster.worker.parts import EndOfPart, Part
 
 logger = logging.getLogger(__name__)
 
+LONG_SECONDS = 0.001
+"""A function that takes longer is worth a thread that reads what comes next: one that waits for it until it has ended
+waits for a millisecond or two where others want the machine's cores."""
+
 _REPLY_BYTES = 4 << 20  # outcomes are put into one message up to about this size
 
 Outcome = worker_pb2.Outcome
@@ -58,8 +63,11 @@ class Runner:
         self._outbox: deque[Outcome] = deque()
         self._ended = False
         self._leaving = False
-        self._reads_ahead = False
-        self._read_all = False  # by the thread that reads ahead
+        self._requests: Iterator[worker_pb2.StepsRequest] = iter(())
+        self._reader: threading.Thread | None = None
+        self._reading = False  # the reader reads, or is to read, one message
+        self._read_all = False  # there is no other
+        self._seconds = 0.0  # the last function took
         self.done = 0
 
     @property
@@ -71,17 +79,11 @@ class Runner:
 
     def run(self, requests: Iterator[worker_pb2.StepsRequest]) -> None:
         """Take steps from the stream and run them until it ends."""
+        self._requests = requests
         try:
-            for request in requests:
-                self._accept(request)
-                if self._reads_ahead:
-                    threading.Thread(
-                        target=self._read_ahead, args=(requests,), name="functions-ahead", daemon=True
-                    ).start()
-                    while self._wait_next():
-                        self._run_all()
-                    return
-                self._run_all()
+            while self._wait_next():
+                while (next_one := self._next()) is not None:
+                    self._settle(self._run_one(*next_one))
         except grpc.RpcError:
             pass  # the coordinator has gone: nobody waits for outcomes
         except PsClusterError as error:
@@ -91,27 +93,50 @@ class Runner:
         finally:
             self.end()
 
-    def _run_all(self) -> None:
-        while (next_one := self._next()) is not None:
-            self._settle(self._run_one(*next_one))
-
-    def _read_ahead(self, requests: Iterator[worker_pb2.StepsRequest]) -> None:
-        try:
-            for request in requests:
-                self._accept(request)
-        except grpc.RpcError:
-            pass
-        except Exception:
-            logger.exception("the stream of steps can't be read; its functions go to other workers")
-        with self._condition:
-            self._read_all = True
-            self._condition.notify_all()
-
     def _wait_next(self) -> bool:
-        """Until there is something to run. False if there will be nothing more."""
+        """Until there may be something to run. False if there will be nothing more."""
         with self._condition:
-            self._condition.wait_for(lambda: self._waiting or self._read_all or self._ended)
-            return bool(self._waiting) and not self._ended
+            self._condition.wait_for(lambda: self._waiting or self._ended or not self._reading)
+            if self._ended or self._waiting or self._read_all:
+                return bool(self._waiting) and not self._ended
+        return self._read_one()
+
+    def _read_one(self) -> bool:
+        """By the thread whose turn it is. False at the stream's end."""
+        request = next(self._requests, None)
+        if request is not None:
+            self._accept(request)
+        return request is not None
+
+    def _read_ahead(self) -> None:
+        """A message, whenever one is wanted."""
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._reading or self._ended)
+                if self._ended:
+                    return
+            more = False
+            try:
+                more = self._read_one()
+            except grpc.RpcError:
+                pass
+            except Exception:
+                logger.exception("the stream of steps can't be read; its functions go to other workers")
+            with self._condition:
+                self._reading, self._read_all = False, not more
+                self._condition.notify_all()
+            if not more:
+                return
+
+    def _want_next(self) -> None:
+        """Under the lock: the next message is to be read while a function runs."""
+        if self._reading or self._read_all:
+            return
+        self._reading = True
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read_ahead, name="functions-ahead", daemon=True)
+            self._reader.start()
+        self._condition.notify_all()
 
     def _accept(self, request: worker_pb2.StepsRequest) -> None:
         with self._condition:
@@ -125,7 +150,6 @@ class Runner:
                 else:
                     self._waiting.append((position, step))
                     if step.parts:
-                        self._reads_ahead = True
                         self._job.expect_parts(step)
             self._condition.notify_all()
 
@@ -135,6 +159,8 @@ class Runner:
                 return None
             position, step = self._waiting.popleft()
             self._running = self._job.context(function=step.function, attempt=step.attempt, key=step.key)
+            if step.parts or (self._seconds > LONG_SECONDS and not self._waiting):
+                self._want_next()
             return position, step
 
     def _give_back(self, position: int, function: int) -> None:
@@ -147,6 +173,7 @@ class Runner:
     def _settle(self, outcome: Outcome) -> None:
         with self._condition:
             self._running = None
+            self._seconds = outcome.seconds
             self.done += 1
             self._outbox.append(outcome)
             self._condition.notify_all()

@@ -33,13 +33,13 @@ from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
-from pscluster.coordinator.training.plan import MEASURED, Overhead, Plan, best_size, most_ahead
+from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, Plan, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
 from pscluster.core.definitions import name_of
 from pscluster.core.errors import CancelledError, FunctionError, MisuseError, PsClusterError
 from pscluster.ps.metrics import MetricLike
 from pscluster.worker.evaluation import by_name
-from pscluster.worker.training import StepLogs, logs_of_steps, nothing
+from pscluster.worker.training import StepLogs, logs_of_steps
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,6 @@ SAVE_SECONDS = 10.0
 
 HOPELESS = 10.0
 """Behind a signal a server that is gone is waited for no longer than so many seconds."""
-
-_CALIBRATION = 32
 
 
 class _Interruption(Exception):  # noqa: N818  (it is none)
@@ -308,7 +306,7 @@ class Fit:
         self._interrupts = Interrupts()
         self._pending: deque[tuple[RemoteValue, _Work]] = deque()
         self._line: ProgressLine | None = None
-        self._dispatch_seconds = 0.0
+        self._dispatch_seconds = DISPATCH_SECONDS
         self._step_seconds: deque[float] = deque(maxlen=max(64, 2 * self._workers))
         self._function_seconds: float | None = None
         self._settled = self._packing != "auto"  # how many steps a function takes, in this epoch, about
@@ -356,8 +354,6 @@ class Fit:
             self._training.stop_training = state.stopped
             logger.info("going on with epoch %d", state.epoch + 1)
         self._feed.begin(state, live)
-        if self._packing == "auto":
-            self._dispatch_seconds = self._measure_dispatch()
         for epoch in range(state.epoch, self._epochs):
             if self._training.stop_training:
                 break
@@ -366,17 +362,6 @@ class Fit:
         state.finished = True
         self._keep()
         self._coordinator.trainings_ended += 1
-
-    def _measure_dispatch(self) -> float:
-        """Seconds for which a worker is kept by a function that does nothing."""
-        found = []
-        for _ in range(4):  # the first time the workers are told what it is
-            begin = time.monotonic()
-            for _ in range(_CALIBRATION):
-                self._coordinator.schedule(nothing)
-            self._coordinator.join()
-            found.append((time.monotonic() - begin) * self._coordinator.workers_up / _CALIBRATION)
-        return min(found)
 
     # An epoch
 
@@ -445,28 +430,34 @@ class Fit:
             self._keep_now_and_then()
 
     def _ended(self) -> list[tuple[RemoteValue, _Work]]:
-        """Functions that have, after a while perhaps none; they are no longer pending."""
-        if not self._pending:
-            return []
-        self._pending[0][0].wait(LOOK_SECONDS)
+        """Functions that have, after a while perhaps none; they are no longer pending.
+
+        As long as the oldest one ends, others that overtook it are left until it is their turn: to look at all of them
+        each time would take longer than what is done for one.
+        """
         ended: list[tuple[RemoteValue, _Work]] = []
-        running: deque[tuple[RemoteValue, _Work]] = deque()
-        for each in self._pending:
-            (running if each[0].status is RemoteValueStatus.NOT_READY else ended).append(each)
-        self._pending = running
+        pending = self._pending
+        if pending and not pending[0][0].wait(LOOK_SECONDS):
+            running: deque[tuple[RemoteValue, _Work]] = deque()
+            for each in pending:
+                (running if each[0].status is RemoteValueStatus.NOT_READY else ended).append(each)
+            self._pending = running
+            return ended
+        while pending and pending[0][0].status is not RemoteValueStatus.NOT_READY:
+            ended.append(pending.popleft())
         return ended
 
     def _take(self, value: RemoteValue, work: _Work) -> None:
         """The logs of a function."""
         try:
-            worker, seconds, names, rows = value.fetch()
+            worker, begin, end, names, rows = value.fetch()
         except (FunctionError, CancelledError):
             self._coordinator.join()
             raise
         steps = len(rows)
+        self._function_seconds = end - begin
         if steps:
-            self._step_seconds.append(seconds / work.units)
-        self._function_seconds = seconds
+            self._step_seconds.append(self._function_seconds / work.units)
         for name, sum_ in zip(names, rows.sum(axis=0).tolist(), strict=True):
             total, count = self._state.totals.get(name, (0.0, 0))
             self._state.totals[name] = total + sum_, count + steps
@@ -481,18 +472,18 @@ class Fit:
             shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if steps else {}
             self._line.update(work.units, examples=work.examples, logs=shown)
         if not self._final:
-            self._resize(seconds)
+            self._resize(worker, begin, end)
 
-    def _resize(self, seconds: float) -> None:
-        """A function of so many seconds has ended: has it been told how many steps one should take?"""
-        now = time.monotonic()
+    def _resize(self, worker: int, begin: float, end: float) -> None:
+        """A function was there from `begin` to `end`, by its clock: is it known now how many steps one should take?"""
+        now, cpu = time.monotonic(), time.process_time()
         if not self._settled:
             if len(self._step_seconds) < max(MEASURED, 2 * self._workers):
                 return
             self._settled = True
-            self._overhead.begin(now)
+            self._overhead.begin(now, cpu)
         else:
-            beside = self._overhead.add(seconds, self._coordinator.workers_up, now)
+            beside = self._overhead.add(worker, begin, end, now, cpu)
             if beside is None:
                 return
             self._dispatch_seconds = beside
@@ -517,7 +508,7 @@ class Fit:
             if not now / 2 < best < now * 2:
                 self._feed.resize(best)
             self._settled = True
-            self._overhead.begin(time.monotonic())
+            self._overhead.begin(time.monotonic(), time.process_time())
         else:
             self._settled = False
 

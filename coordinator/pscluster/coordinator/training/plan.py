@@ -10,12 +10,17 @@ both did would count twice. So a change of the size holds from an element on beh
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-DISPATCH_SHARE = 0.02
-"""So much of a step's time may handing it out take, with `steps_per_execution="auto"`."""
+DISPATCH_SHARE = 0.01
+"""So much of a step's time may handing it out take, with `steps_per_execution="auto"`: half of what is promised. The
+other half is for what is not measured, as what the workers' own threads take."""
+
+DISPATCH_SECONDS = 0.001
+"""So long handing out a function takes, as long as it is not measured: it does where functions come one by one."""
 
 MEASURED = 8
 """After so many functions of one step it is known how long a step takes."""
@@ -139,7 +144,7 @@ def best_size(step_seconds: Iterable[float], dispatch_seconds: float, per_epoch:
 
     Args:
         step_seconds: measured, of several functions: for each the seconds of a step.
-        dispatch_seconds: for which a function keeps a worker, beside its steps.
+        dispatch_seconds: that a function takes, beside its steps.
         per_epoch: steps of an epoch, if that is known.
         workers: how many.
     """
@@ -152,7 +157,10 @@ def best_size(step_seconds: Iterable[float], dispatch_seconds: float, per_epoch:
 
 
 class Overhead:
-    """For how long functions keep workers beside their steps: measured while these have enough to do.
+    """What a function costs beside its steps: measured while the workers have enough to do.
+
+    Two things: how long a worker stands between two functions, and CPU time of the coordinator, which may have to share
+    the workers' cores.
 
     Args:
         workers: how many.
@@ -160,26 +168,29 @@ class Overhead:
 
     def __init__(self, workers: int) -> None:
         self._least = max(16, 8 * workers)
-        self._begin = math.inf
+        self.begin(0.0, 0.0)
+
+    def begin(self, now: float, cpu: float) -> None:
+        """From now on, when the coordinator has used so many seconds of CPU."""
+        self._begin, self._cpu = now, cpu
         self._functions = 0
-        self._seconds = 0.0
+        self._ends: dict[int, float] = {}
+        self._gaps: list[float] = []
 
-    def begin(self, now: float) -> None:
-        """From now on."""
-        self._begin, self._functions, self._seconds = now, 0, 0.0
-
-    def add(self, seconds: float, workers: int, now: float) -> float | None:
-        """A function of so many seconds has ended, so many workers are up. The seconds beside, once they are known.
+    def add(self, worker: int, begin: float, end: float, now: float, cpu: float) -> float | None:
+        """A function was with this worker from `begin` to `end`, by its clock. The seconds beside, once they are known.
 
         Known: when enough functions have ended, in a time that is long enough. Then it begins anew.
         """
+        last = self._ends.get(worker, math.inf)
+        if begin >= last:  # else it was started again meanwhile, with another clock
+            self._gaps.append(begin - last)
+        self._ends[worker] = end
         self._functions += 1
-        self._seconds += seconds
-        took = now - self._begin
-        if self._functions < self._least or took < QUEUED_SECONDS:
+        if self._functions < self._least or now - self._begin < QUEUED_SECONDS:
             return None
-        beside = max(0.0, took * workers - self._seconds) / self._functions
-        self.begin(now)
+        beside = (statistics.median(self._gaps) if self._gaps else 0.0) + (cpu - self._cpu) / self._functions
+        self.begin(now, cpu)
         return beside
 
 
