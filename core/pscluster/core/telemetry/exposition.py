@@ -1,0 +1,261 @@
+"""Figures over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for whoever watches processes.
+
+One small server a role. Each request has a connection of its own, which ends with its answer. A connection has
+`_SECONDS` in all, whatever it does or does not send; of more than `_CONNECTIONS` the one that has kept us waiting
+longest is closed for the new one. So who is slow, or comes in thousands, costs only itself.
+
+    open --the request is whole--> answered --> closed
+         --too long, or too many--------------> closed
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING, Any
+
+from pscluster.core.cluster import is_loopback
+from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.telemetry import Telemetry, Value
+from pscluster.core.tokens import Token
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 10.0
+_CONNECTIONS = 32
+_LOOK_SECONDS = 0.5
+_PATHS = ("/metrics", "/healthz", "/readyz")
+
+
+class FiguresCollector:
+    """Reads a role's figures when a collector asks for them."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client wants them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        found = self._telemetry.snapshot()
+        for figure in self._telemetry.described():
+            name = f"pscluster_{self._telemetry.role}_{figure.name}"
+            value = found[figure.name]
+            if figure.kind == "histogram":
+                histogram = HistogramMetricFamily(name, figure.help, labels=figure.labels)
+                for labels, leaf in _leaves(value, len(figure.labels)):
+                    buckets: Any = leaf["buckets"]
+                    histogram.add_metric(labels, list(buckets.items()), leaf["sum"])
+                yield histogram
+                continue
+            family = (CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily)(
+                name, figure.help, labels=figure.labels
+            )
+            for labels, leaf in _leaves(value, len(figure.labels)):
+                family.add_metric(labels, leaf)
+            yield family
+
+
+def _leaves(value: Value, levels: int, labels: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not levels:
+        yield labels, value
+        return
+    assert isinstance(value, Mapping)  # one level a label
+    for label, inner in value.items():
+        yield from _leaves(inner, levels - 1, (*labels, label))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: MetricsServer
+    server_version, sys_version = "pscluster", ""
+    timeout = _SECONDS
+
+    def do_GET(self) -> None:
+        self.server.heard(self.connection)
+        path = self.path.partition("?")[0]
+        if (refusal := self.server.refusal(self.headers)) is not None:
+            self._answer(*refusal)
+        elif path == "/healthz":
+            self._answer(HTTPStatus.OK, "the process lives\n")
+        elif path == "/readyz":
+            why = self.server.telemetry.not_ready()
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, f"{why or 'ready'}\n")
+        elif path == "/metrics":
+            body, kind = self.server.exposition(self.headers.get("Accept", ""))
+            self._answer(HTTPStatus.OK, body, kind)
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, f"there is {', '.join(_PATHS)}\n")
+
+    do_HEAD = do_GET
+
+    def _answer(self, status: HTTPStatus, body: str | bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        data = body.encode() if isinstance(body, str) else body
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if status == HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the base's name)
+        logger.debug(format, *args)
+
+
+class MetricsServer(HTTPServer):
+    """Serves the figures of a role, on a thread of its own, from its making to `close`.
+
+    Args:
+        telemetry: of the role.
+        host: a name or address of this machine.
+        port: 0: any free one.
+        token: which callers must show as `Authorization: Bearer TOKEN` where `host` is not loopback.
+
+    Raises:
+        ConfigurationError: the host is none of this machine's, or the port is in use.
+    """
+
+    request_queue_size = 128
+
+    def __init__(self, telemetry: Telemetry, host: str, port: int, token: str | None = None) -> None:
+        self.telemetry = telemetry
+        self._local = is_loopback(host)
+        self._token = None if token is None or self._local else token if isinstance(token, Token) else Token.of([token])
+        self._open: dict[socket.socket, float] = {}  # with when it came; the oldest first
+        self._waiting: dict[socket.socket, None] = {}  # those whose request is not whole
+        self._registry: CollectorRegistry | None = None
+        self._lock = threading.Lock()
+        self._asked = threading.Lock()
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise ConfigurationError(
+                f"can't serve metrics on {host}:{port}: {error.strerror or error}; give another --metrics-port (0: any "
+                "free one), --metrics-host, or --metrics-port off"
+            ) from None
+        self.address = f"[{host}]:{self.server_port}" if ":" in host else f"{host}:{self.server_port}"
+        self._thread = threading.Thread(target=self.serve_forever, args=(_LOOK_SECONDS,), name="metrics", daemon=True)
+        self._thread.start()
+
+    def server_bind(self) -> None:
+        """Without the base's look-up of the host's full name, which may take seconds."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def close(self) -> None:
+        """End all connections, and the thread."""
+        self.shutdown()
+        self.server_close()
+        with self._lock:
+            for connection in self._open:
+                _cut(connection)
+        self._thread.join()
+
+    # What the handlers ask
+
+    def refusal(self, headers: Any) -> tuple[HTTPStatus, str] | None:
+        """How to answer who may not see this, if so."""
+        if self._local:
+            # A page of another site, whose name was made to lead here, is not to read it by way of a browser.
+            host = headers.get("Host", "localhost")
+            name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
+            if name != "localhost" and not is_loopback(name.strip("[]")):
+                return HTTPStatus.FORBIDDEN, "ask for localhost or 127.0.0.1\n"
+        elif self._token is not None:
+            scheme, _, given = str(headers.get("Authorization", "")).partition(" ")
+            if scheme != "Bearer" or not self._token.accepts(given.encode()):
+                return HTTPStatus.UNAUTHORIZED, "show the cluster token: Authorization: Bearer TOKEN\n"
+        return None
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The figures as text, and its type: as the caller likes it. One at a time: a flood takes one core at most."""
+        # Not imported before somebody asks: it takes a role 50 ms of its start.
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.exposition import choose_encoder
+
+        with self._asked:
+            if self._registry is None:
+                self._registry = CollectorRegistry()
+                self._registry.register(FiguresCollector(self.telemetry))
+            encode, kind = choose_encoder(accept)
+            return encode(self._registry), kind
+
+    # Connections
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next connection. Where there are no descriptors left this is called again and again: slowly, then."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """On a thread of its own."""
+        with self._lock:
+            if len(self._open) >= _CONNECTIONS and (oldest := next(iter(self._waiting), None)) is not None:
+                _cut(oldest)
+                del self._waiting[oldest]
+            full = len(self._open) >= 2 * _CONNECTIONS  # those that were cut have not all noticed it yet
+            if not full:
+                self._open[request] = time.monotonic()
+                self._waiting[request] = None
+        if full:
+            self.shutdown_request(request)
+            return
+        threading.Thread(
+            target=self._serve, args=(request, client_address), name="metrics-request", daemon=True
+        ).start()
+
+    def heard(self, connection: socket.socket) -> None:
+        """Its request is whole."""
+        with self._lock:
+            self._waiting.pop(connection, None)
+
+    def _serve(self, request: Any, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except (OSError, ValueError) as error:
+            logger.debug("a request for metrics was broken off: %s", error)
+        except PsClusterError as error:
+            logger.warning("a request for metrics failed: %s", error)
+        except Exception:
+            logger.exception("a request for metrics failed")
+        finally:
+            with self._lock:
+                self._open.pop(request, None)
+                self._waiting.pop(request, None)
+            self.shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Now and then: cut off who takes too long."""
+        late = time.monotonic() - _SECONDS
+        with self._lock:
+            for connection, since in self._open.items():
+                if since > late:
+                    break
+                _cut(connection)
+                self._waiting.pop(connection, None)
+
+
+def _cut(connection: socket.socket) -> None:
+    """End it; its thread sees that, and closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
