@@ -89,6 +89,10 @@ class OpenCall:
         """Whether it goes on."""
         return self._active
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """None."""
+        return ()
+
     def add_callback(self, callback: Callable[[], None]) -> bool:
         """To be called at its end."""
         self._callbacks.append(callback)

@@ -69,16 +69,39 @@ for _name, _module, _attribute, _summary in (
     type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
     help="Of the roles.",
 )
+@click.option(
+    "--metrics-port",
+    envvar="PSCLUSTER_METRICS_PORT",
+    default="0",
+    show_default="0: any free one",
+    metavar="PORT|off",
+    help="Where the coordinator serves /metrics; the roles take free ports. Or $PSCLUSTER_METRICS_PORT.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run_command(
-    num_ps: int, num_workers: int, max_restarts: int, log_level: str, script: str, args: tuple[str, ...]
+    num_ps: int,
+    num_workers: int,
+    max_restarts: int,
+    log_level: str,
+    metrics_port: str,
+    script: str,
+    args: tuple[str, ...],
 ) -> None:
     """Run SCRIPT as the coordinator of a local cluster that lives as long as it."""
     from pscluster.coordinator.run import run_script
+    from pscluster.core.serving import metrics_port_of
 
     sys.exit(
-        run_script(script, args, num_ps=num_ps, num_workers=num_workers, max_restarts=max_restarts, log_level=log_level)
+        run_script(
+            script,
+            args,
+            num_ps=num_ps,
+            num_workers=num_workers,
+            max_restarts=max_restarts,
+            log_level=log_level,
+            metrics_port=metrics_port_of(metrics_port),
+        )
     )
 
 

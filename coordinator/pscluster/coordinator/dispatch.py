@@ -32,10 +32,11 @@ from typing import Any, TypeVar
 import grpc
 import tenacity
 
+from pscluster.coordinator.counts import CoordinatorCounts
 from pscluster.coordinator.distributed import DataPart
 from pscluster.coordinator.links import LOST_CONNECTION, PsLink, WorkerConnection, end_job, why_lost
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
-from pscluster.coordinator.scheduler import Scheduler, Task
+from pscluster.coordinator.scheduler import Scheduler, State, Task
 from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
 from pscluster.core.definitions import CapturedFunction
 from pscluster.core.errors import (
@@ -53,6 +54,8 @@ from pscluster.core.errors import (
 )
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import Handle
+from pscluster.core.telemetry import Snapshot
+from pscluster.core.telemetry.recording import EACH, SHORT_SECONDS
 from pscluster.core.values import MAX_DEPTH, Buffer, ClassDefiner, children, nesting, splice
 from pscluster.ps.ledger import IntervalSet
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
@@ -169,6 +172,7 @@ class LinkState:
     known: dict[str, None] = field(default_factory=dict)  # definitions, the last used one at the end
     built: set[int] = field(default_factory=set)
     restarts: int = -1
+    outcomes: int = 0  # that have come, of all its lives
     heard: float = 0.0  # when it was given something or gave something back
     sent: int = 0  # the last place on its stream that something was sent for
     front: tuple[int, int] = (0, 0)  # number and place of the function that it runs
@@ -202,7 +206,9 @@ class Dispatcher:
         max_queued: int,
         max_attempts: int,
         worker_lease: float = math.inf,
+        counts: CoordinatorCounts | None = None,
     ) -> None:
+        self.counts = counts or CoordinatorCounts()
         self._loop = loop
         self._servers = list(servers)
         self._metadata = metadata
@@ -283,7 +289,7 @@ class Dispatcher:
                 raise MisuseError(
                     f"a function with the key {key!r} is scheduled and has not ended: a key names one piece of work"
                 )
-            task = Task(call, len(pending), size, apart=call.apart)
+            task = Task(call, len(pending), size, apart=call.apart, since=time.monotonic())
             if call.timeout is not None and not self._timed.is_set():
                 self._loop.call_soon_threadsafe(self._timed.set)
             free = None if pending or self._scheduler.queued else self._free()
@@ -396,8 +402,10 @@ class Dispatcher:
         full = self._scheduler.waiting >= self._max_queued
         position = self._scheduler.place(index, len(tasks))
         connection.send(position, [_step(task, task.attempts + 1) for task in tasks])
-        self._scheduler.give(index, tasks, position)
-        link.heard, link.sent = time.monotonic(), position + len(tasks) - 1
+        now = time.monotonic()
+        self._scheduler.give(index, tasks, position, now)
+        self.counts.sent(tasks, now)
+        link.heard, link.sent = now, position + len(tasks) - 1
         if full:
             self._changed.notify_all()
         return True
@@ -535,6 +543,39 @@ class Dispatcher:
         """(waiting, in flight)."""
         with self._lock:
             return self._scheduler.waiting, self._scheduler.in_flight
+
+    def figures(self) -> Snapshot:
+        """The queue's, the workers' and the servers'; see `CoordinatorTelemetry`."""
+        now = time.monotonic()
+        with self._lock:
+            scheduler, oldest = self._scheduler, self._scheduler.next_one
+            waiting, running = scheduler.waiting, scheduler.in_flight
+            of_workers = [
+                (str(link.peer.index), link, len(worker.sent), worker.seconds or 0.0)
+                for link, worker in zip(self._links, scheduler.workers, strict=True)
+            ]
+            entered, failed, cancelled = scheduler.entered, scheduler.failed, scheduler.were_cancelled
+        return {
+            "queue_functions": waiting,
+            "queue_age_seconds": now - oldest.since if oldest is not None else 0.0,
+            "functions_scheduled_total": entered,
+            "functions_running": running,
+            "functions_done_total": entered - waiting - running - failed - cancelled,
+            "functions_failed_total": failed,
+            "functions_cancelled_total": cancelled,
+            "worker_up": {number: int(link.up) for number, link, _, _ in of_workers},
+            "worker_functions": {number: count for number, _, count, _ in of_workers},
+            "worker_function_seconds": {number: seconds for number, _, _, seconds in of_workers},
+            "worker_outcomes_total": {number: link.outcomes for number, link, _, _ in of_workers},
+            "worker_reconnects_total": {number: max(link.restarts, 0) for number, link, _, _ in of_workers},
+            "server_up": {str(server.peer.index): int(not server.gone_since) for server in self._servers},
+            "server_returns_total": {str(server.peer.index): server.returns for server in self._servers},
+        }
+
+    def missing(self) -> list[str]:
+        """Tasks that are not there."""
+        workers = [str(link.peer) for link in self._links if not link.up]
+        return [*(str(peer) for peer, _ in self.out_of_reach()), *workers]
 
     def explain(self) -> str:
         """Lines for people: what waits for whom, and since when."""
@@ -800,6 +841,7 @@ class Dispatcher:
             first = next(iter(self._scheduler.workers[index].limbo), None)
             if first is not None:
                 first.payload.deaths = (*first.payload.deaths, f"{link.peer} ({link.why})")
+                self.counts.remember(first, first.payload.function.name, index, time.monotonic(), "lost")
         reach("coordinator.close.before")
         try:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._servers))
@@ -816,6 +858,8 @@ class Dispatcher:
                 for task in failed:
                     self._set_error(task, last, RemoteValueStatus.FAILED)
                 self._settle_cancelled(cancelled)
+                if first.state is State.QUEUED:
+                    self.counts.retried_lost += 1
             self._changed.notify_all()
         reach("coordinator.retry.after")
         self._wake_hungry()
@@ -829,7 +873,10 @@ class Dispatcher:
                     connection.end_steps()
                     return
                 full = self._scheduler.waiting >= self._max_queued
-                tasks = [] if self._pauses else self._scheduler.take(index)
+                now = time.monotonic()
+                tasks = [] if self._pauses else self._scheduler.take(index, now)
+                if tasks:
+                    self.counts.sent(tasks, now)
                 if full and tasks:
                     self._changed.notify_all()
                 link.hungry = not tasks
@@ -964,17 +1011,24 @@ class Dispatcher:
         self._take_outcomes(index, complete)
         reach("coordinator.outcome.after")
 
-    def _take_outcomes(self, index: int, outcomes: Iterable[tuple[Outcome, Sequence[Buffer]]]) -> None:
-        scheduler = self._scheduler
+    def _take_outcomes(self, index: int, outcomes: Sequence[tuple[Outcome, Sequence[Buffer]]]) -> None:
+        scheduler, counts, begin = self._scheduler, self.counts, time.monotonic()
         returned: list[int] = []
-        with self._changed:
+        if not self._lock.acquire(blocking=False):
+            self._lock.acquire()
+            counts.lock_waits += 1
+            counts.lock_seconds += time.monotonic() - begin
+        try:
             before = scheduler.error
             unblocked = False
             for outcome, buffers in outcomes:
                 number, kind = outcome.function, outcome.kind
                 if kind == Outcome.DONE:
-                    task = scheduler.finish(index, number, outcome.seconds)
+                    seconds = outcome.seconds
+                    task = scheduler.finish(index, number, seconds)
                     if task is not None:
+                        if seconds >= SHORT_SECONDS or not number & (EACH - 1):  # as `is_remembered`
+                            counts.remember(task, task.payload.function.name, index, begin, "done")
                         self._visited(task.payload, outcome)
                         unblocked |= self._set_value(task, outcome, buffers)
                 elif kind == Outcome.RETURNED:
@@ -982,13 +1036,16 @@ class Dispatcher:
                 elif (sent := scheduler.workers[index].sent.get(number)) is None:
                     continue  # it is no longer this worker's
                 elif kind == Outcome.CANCELLED and (number != self._links[index].overdue or scheduler.error):
+                    counts.remember(sent, sent.payload.function.name, index, begin, "cancelled")
                     scheduler.cancelled(index, number)
                     self._settle_cancelled([sent])
                 elif self._may_retry(
                     index, sent, "failed" if kind == Outcome.FAILED else "ran too long", outcome.failure
                 ):
+                    counts.remember(sent, sent.payload.function.name, index, begin, "failed, run again")
                     returned.append(number)
                 else:
+                    counts.remember(sent, sent.payload.function.name, index, begin, "failed")
                     self._fail_with(
                         index,
                         sent,
@@ -1005,6 +1062,9 @@ class Dispatcher:
             for_all = bool(unblocked or returned)
             # Where nothing is left to do nobody waits for what may be possible now.
             done = self._hand_over(index) or scheduler.idle
+            self._links[index].outcomes += len(outcomes)
+        finally:
+            self._lock.release()
         if recalls or for_all or not done:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._go_on, index, recalls, for_all)
@@ -1052,6 +1112,7 @@ class Dispatcher:
         if call.failures >= retries or self._scheduler.error is not None:
             return False
         call.failures += 1
+        self.counts.retried_failed += 1
         logger.warning("%s %s on %s: run again, %d of %d", call.function.name, what, peer, call.failures, retries)
         return True
 

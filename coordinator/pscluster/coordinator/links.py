@@ -73,6 +73,7 @@ class PsLink:
     """The coordinator's control of one parameter server."""
 
     gone_since = 0.0  # 0: it is there
+    returns = 0  # how often it was taken again
 
     def __init__(
         self,
@@ -169,6 +170,7 @@ class PsLink:
                     return why
                 return PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {why}")
             took, self.gone_since = time.monotonic() - gone, 0.0
+            self.returns += 1
             if self.restored:
                 logger.warning("%s is back after %.1f s, with %s", self.peer, took, self.restored)
             else:

@@ -69,7 +69,7 @@ from pscluster.coordinator.supervisor import (
 )
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, Task, TFConfig
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
-from pscluster.core.serving import GRACE_SECONDS
+from pscluster.core.serving import GRACE_SECONDS, METRICS_PORT_VARIABLE, metrics_port_of
 from pscluster.core.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
 from pscluster.ps.durable.keeper import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
 
@@ -177,6 +177,9 @@ class LocalCluster(ClusterResolver):
         self._counts = {"ps": num_ps, "worker": num_workers}
         self._host = host
         self._env = {**_one_share_of_cores(num_workers), **(env or {}), DURABILITY_VARIABLE: kind.value}
+        asked = self._env.get(METRICS_PORT_VARIABLE) or os.environ.get(METRICS_PORT_VARIABLE) or "0"
+        # A port that is given is one process', and there are several.
+        self._env[METRICS_PORT_VARIABLE] = "off" if metrics_port_of(asked) is None else "0"
         self._state_dir = None if state_dir is None else os.path.abspath(state_dir)
         self._own_state_dir = ""  # to be removed
         self._cwd = cwd

@@ -42,6 +42,7 @@ from pscluster.coordinator.local_cluster import (
     child_environ,
 )
 from pscluster.core.errors import ConfigurationError
+from pscluster.core.serving import METRICS_PORT_VARIABLE
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FIRST_END_SECONDS = 2.0
@@ -137,6 +138,7 @@ def run_script(
     env: Mapping[str, str] | None = None,
     token: str | None = None,
     grace: float = 10.0,
+    metrics_port: int | None = 0,
     _role_command: Sequence[str] | None = None,
     _coordinator_command: Sequence[str] | None = None,
 ) -> int:
@@ -148,6 +150,7 @@ def run_script(
         max_restarts, log_level, env, token: as of `LocalCluster`; `env` and `token` are the script's too.
         grace: seconds that the roles have to end in by themselves when the script has ended, and the script
             after SIGTERM if a role was given up.
+        metrics_port: where the coordinator serves its metrics: 0: any free port, as the roles; None: nobody does.
         _role_command, _coordinator_command: for tests: what to start in place of `python -m pscluster.ROLE`.
 
     Returns:
@@ -159,6 +162,7 @@ def run_script(
         what = "is a directory" if path.is_dir() else "does not exist"
         return _complain(f"the script {os.fspath(script)} {what}; give a Python file", 2)
     command = _coordinator_command or (sys.executable, "-m", "pscluster.coordinator")
+    env = {**(env or {}), METRICS_PORT_VARIABLE: "off" if metrics_port is None else str(metrics_port)}
     with contextlib.closing(_Inbox()) as inbox:
         try:
             cluster = LocalCluster(
@@ -174,7 +178,7 @@ def run_script(
             )
         except ConfigurationError as error:
             return _complain(str(error), 2)
-        return _run(command, [os.fspath(script), *args], cluster, env or {}, grace, inbox)
+        return _run(command, [os.fspath(script), *args], cluster, env, grace, inbox)
 
 
 def _run(

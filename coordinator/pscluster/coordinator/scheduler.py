@@ -53,21 +53,39 @@ class State(enum.Enum):
     CANCELLED = enum.auto()
 
 
+_DONE = State.DONE  # to look it up in an enum takes as long as the rest of `_end`
+
 P = TypeVar("P")
 
 
 class Task(Generic[P]):
     """One scheduled function. `payload` is the owner's; the scheduler does not look at it."""
 
-    __slots__ = ("apart", "attempts", "blockers", "id", "payload", "position", "size", "state", "withdrawn")
+    __slots__ = (
+        "apart",
+        "attempts",
+        "blockers",
+        "id",
+        "payload",
+        "position",
+        "sent",
+        "since",
+        "size",
+        "state",
+        "withdrawn",
+    )
 
-    def __init__(self, payload: P, blockers: int = 0, size: int = 0, *, apart: bool = False) -> None:
+    def __init__(
+        self, payload: P, blockers: int = 0, size: int = 0, *, apart: bool = False, since: float = 0.0
+    ) -> None:
         self.id = 0
         self.payload = payload
         self.blockers = blockers
         self.size = size
         self.state = State.BLOCKED if blockers else State.QUEUED
         self.attempts = 0
+        self.since = since  # when it was entered
+        self.sent = 0.0  # when it was sent last
         self.position = 0  # in the order of all that were sent on the worker's stream
         self.apart = apart  # its error is its own, and cancels nothing else
         self.withdrawn = False  # nobody wants it any more: where it would be queued again, or fails, it is cancelled
@@ -102,6 +120,7 @@ class Scheduler(Generic[P]):
         self.error: Exception | None = None
         self.final = False
         self.ended: list[int] = []
+        self.failed = self.were_cancelled = 0  # of those that have ended
         self._max_attempts = max_attempts
         self._queue: deque[Task[P]] = deque()
         self._blocked: set[Task[P]] = set()
@@ -118,6 +137,16 @@ class Scheduler(Generic[P]):
     def queued(self) -> int:
         """Tasks that could be sent now."""
         return len(self._queue)
+
+    @property
+    def entered(self) -> int:
+        """Tasks that there ever were."""
+        return self._last_id
+
+    @property
+    def next_one(self) -> Task[P] | None:
+        """The head of the queue."""
+        return self._queue[0] if self._queue else None
 
     @property
     def in_flight(self) -> int:
@@ -175,10 +204,10 @@ class Scheduler(Generic[P]):
         assert not worker.limbo, "what it had is requeued before it comes back"
         worker.up, worker.sent_count, worker.seconds = True, 0, None
 
-    def take(self, index: int) -> list[Task[P]]:
+    def take(self, index: int, now: float = 0.0) -> list[Task[P]]:
         """The next tasks for a worker, which has them from now on."""
         tasks = self.offer(index)
-        self.give(index, tasks, self.place(index, len(tasks)))
+        self.give(index, tasks, self.place(index, len(tasks)), now)
         return tasks
 
     def offer(self, index: int) -> list[Task[P]]:
@@ -211,7 +240,7 @@ class Scheduler(Generic[P]):
         worker.sent_count += count
         return worker.sent_count - count + 1
 
-    def give(self, index: int, tasks: Sequence[Task[P]], position: int) -> None:
+    def give(self, index: int, tasks: Sequence[Task[P]], position: int, now: float = 0.0) -> None:
         """The worker has these, which were offered, from this position on."""
         worker = self.workers[index]
         for place, task in enumerate(tasks, position):
@@ -220,6 +249,7 @@ class Scheduler(Generic[P]):
             task.state = State.SENT
             task.attempts += 1
             task.position = place
+            task.sent = now
             worker.sent[task.id] = task
 
     def finish(self, index: int, task_id: int, seconds: float) -> Task[P] | None:
@@ -367,6 +397,9 @@ class Scheduler(Generic[P]):
 
     def _end(self, task: Task[P], state: State) -> None:
         task.state = state
+        if state is not _DONE:
+            self.failed += state is State.FAILED
+            self.were_cancelled += state is State.CANCELLED
         self.ended.append(task.id)
 
     def check(self) -> None:

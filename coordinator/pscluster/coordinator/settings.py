@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pscluster.core.serving import RoleOptions
-from pscluster.core.tokens import load_token
+from pscluster.core.serving import RoleOptions, options_of_environ
 
 
 @dataclass
@@ -22,5 +21,5 @@ def set_process_options(options: RoleOptions) -> None:
 
 
 def process_options() -> RoleOptions:
-    """The options given on the command line, or defaults with the environment's token."""
-    return _settings.options or RoleOptions(token=load_token(None))
+    """The options given on the command line, or defaults with what the environment says."""
+    return _settings.options or options_of_environ()

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from pscluster.coordinator import loop
 from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
+from pscluster.coordinator.counts import CoordinatorCounts
 from pscluster.coordinator.dispatch import Dispatcher
 from pscluster.coordinator.job_progress import NAME as PROGRESS
 from pscluster.coordinator.job_progress import TRAINING, JobProgress
@@ -37,6 +38,7 @@ from pscluster.coordinator.positions import NAME as POSITIONS
 from pscluster.coordinator.positions import Positions
 from pscluster.coordinator.render import rendered
 from pscluster.coordinator.settings import process_options
+from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.channels import PeerAddress, wait_for_peers
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, validate_for_strategy
 from pscluster.core.definitions import capture
@@ -47,7 +49,8 @@ from pscluster.core.geometry import Partition
 from pscluster.core.handles import Handle
 from pscluster.core.identity import fresh_id, make_identity
 from pscluster.core.node import Role
-from pscluster.core.serving import RoleOptions, RoleServer, listen_address
+from pscluster.core.serving import RoleOptions, RoleServer, listen_address, serve_metrics
+from pscluster.core.telemetry.exposition import MetricsServer
 from pscluster.core.tokens import call_metadata
 from pscluster.ps.client import PsClient
 from pscluster.ps.creating import Partitioner, VariableRequest, colocated_with, colocation, creating_with
@@ -134,6 +137,10 @@ class ParameterServerStrategy(Strategy):
         self._coordinator: ClusterCoordinator | None = None
         self.positions: Positions | None = None
         """Of distributed datasets, once there is a ClusterCoordinator."""
+        self.counts = CoordinatorCounts()
+        self.telemetry = CoordinatorTelemetry(self)
+        """Figures of this coordinator, for whoever looks on."""
+        self._metrics: MetricsServer | None = None
         self._server: RoleServer | None = None
         self._servers: list[PsLink] = []
 
@@ -162,6 +169,7 @@ class ParameterServerStrategy(Strategy):
             take_over=take_over,
         )
         try:
+            self._metrics = serve_metrics(self.telemetry, options.with_token(token))
             self._server = self._serve(spec, options.with_token(token))
             wait_for_peers([*ps, *self._workers], self.identity, self._metadata, timeout=timeout, purpose="coordinator")
             self._client.connect(timeout)
@@ -188,7 +196,24 @@ class ParameterServerStrategy(Strategy):
         address = listen_address(spec.task_address("chief", 0), options)
         if isinstance(self.cluster_resolver, LocalCluster):
             options = replace(options, share_port="--share-port" in self.cluster_resolver.hand_over_port("chief", 0))
-        return RoleServer(self.identity, _CoordinatorRole(self), {}, address, options)
+        server = RoleServer(self.identity, _CoordinatorRole(self), {}, address, options)
+        server.node.metrics_address = self.metrics_address
+        return server
+
+    @property
+    def metrics_address(self) -> str:
+        """HOST:PORT of `/metrics`; "": it is not served."""
+        return self._metrics.address if self._metrics is not None else ""
+
+    @property
+    def tasks(self) -> list[PeerAddress]:
+        """The parameter servers and workers."""
+        return [*(server.peer for server in self._servers), *self._workers]
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What calls to them carry."""
+        return self._metadata
 
     async def _attach(self, peers: Sequence[PeerAddress], must_hold: Sequence[int]) -> None:
         servers = [
@@ -268,6 +293,7 @@ class ParameterServerStrategy(Strategy):
             max_queued=max_queued,
             max_attempts=max_attempts,
             worker_lease=worker_lease,
+            counts=self.counts,
         )
         self._dispatcher = dispatcher
         loop.run(dispatcher.start())
@@ -302,6 +328,8 @@ class ParameterServerStrategy(Strategy):
             self._client.close()
             if self._server is not None:
                 self._server.stop(0)
+            if self._metrics is not None:
+                self._metrics.close()
 
     def __enter__(self) -> ParameterServerStrategy:
         return self

@@ -20,7 +20,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import grpc
@@ -119,6 +119,10 @@ class Role:
     def describe(self, reply: node_pb2.StatusReply) -> None:
         """Fill in what the role has to say of itself."""
 
+    def recorded(self) -> Iterable[node_pb2.Recorded]:
+        """What it remembers of the last functions and requests. Not under the node's lock."""
+        return ()
+
 
 @dataclass
 class _Streams:
@@ -144,6 +148,7 @@ class NodeService:
         self._attachment = Attachment(identity.name, role.kept_job)
         self._streams = _Streams()
         self._started = time.monotonic()
+        self.metrics_address = ""
         if role.kept_job:
             self._wait_for_coordinator(role.kept_job, 0)
 
@@ -156,15 +161,26 @@ class NodeService:
             reply.holder = self._attachment.holder if self._attachment.held else ""
         return reply
 
-    def status(self, _request: node_pb2.StatusRequest, _context: grpc.ServicerContext) -> node_pb2.StatusReply:
+    def not_ready(self) -> str:
+        """Why it does nothing for a coordinator now, in words; "": it does."""
+        with self._lock:
+            if self._streams.leaving:
+                return "it is stopping"
+            return "" if self._attachment.held else "it waits for a coordinator"
+
+    def status(self, request: node_pb2.StatusRequest, _context: grpc.ServicerContext) -> node_pb2.StatusReply:
         """How this task does."""
         reply = node_pb2.StatusReply(identity=self.identity, uptime_seconds=time.monotonic() - self._started)
+        reply.metrics_address = self.metrics_address
         with self._lock:
             reply.coordinator = self._attachment.holder if self._attachment.held else ""
             reply.state = "serving" if self._attachment.held else "waiting for a coordinator"
             if self._streams.leaving:
                 reply.state = "stopping"
             self._role.describe(reply)
+        if request.recorded:
+            reply.recorded.extend(self._role.recorded())
+        reply.clock = time.monotonic()
         return reply
 
     def attach(self, request: node_pb2.AttachRequest, context: grpc.ServicerContext) -> Iterator[node_pb2.AttachEvent]:

@@ -35,12 +35,15 @@ from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.node import NodeService, Role
 from pscluster.core.process import configure_logging, tune_allocator
 from pscluster.core.rpc import generic_handler
+from pscluster.core.telemetry import Telemetry
+from pscluster.core.telemetry.exposition import MetricsServer
 from pscluster.core.tokens import TokenInterceptor, create_token_file, load_token
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10.0
+_LOOPBACK = "127.0.0.1"
 _MAX_THREADS = 4096  # one for every open stream; they are made when needed
 
 
@@ -58,10 +61,59 @@ class RoleOptions:
     coordinator_timeout: float = math.inf
     grace: float = GRACE_SECONDS
     log_level: str = "INFO"
+    metrics_port: int | None = 0  # None: no metrics are served
+    metrics_host: str = _LOOPBACK
 
     def with_token(self, token: str | None) -> RoleOptions:
         """The same with another token."""
         return replace(self, token=token)
+
+
+METRICS_PORT_VARIABLE = "PSCLUSTER_METRICS_PORT"
+METRICS_HOST_VARIABLE = "PSCLUSTER_METRICS_HOST"
+
+
+class _MetricsPort(click.ParamType):
+    """A port, or "off"."""
+
+    name = "PORT|off"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        """None: off."""
+        if isinstance(value, int):
+            return value
+        try:
+            return metrics_port_of(str(value))
+        except ConfigurationError as error:
+            self.fail(str(error), param, ctx)
+
+
+def metrics_port_of(text: str) -> int | None:
+    """The port that the text names, 0 for any free one; None for "off". ConfigurationError if it names neither."""
+    if text == "off":
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
+        raise ConfigurationError(f"the port for metrics is {text!r}; give one from 1 to 65535, 0 (any free one) or off")
+    return int(text)
+
+
+metrics_port_option = click.option(
+    "--metrics-port",
+    type=_MetricsPort(),
+    envvar=METRICS_PORT_VARIABLE,
+    default=0,
+    show_default="0: any free one, which the log names",
+    help=f"Where /metrics, /healthz and /readyz are served, or off. Or ${METRICS_PORT_VARIABLE}.",
+)
+
+
+def options_of_environ(environ: Mapping[str, str] = os.environ) -> RoleOptions:
+    """What the environment says. ConfigurationError if that can't be used."""
+    return RoleOptions(
+        token=load_token(None, environ),
+        metrics_port=metrics_port_of(environ.get(METRICS_PORT_VARIABLE) or "0"),
+        metrics_host=environ.get(METRICS_HOST_VARIABLE) or _LOOPBACK,
+    )
 
 
 log_level_option = click.option(
@@ -95,6 +147,14 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Seconds to keep a job for a coordinator that died. Or $PSCLUSTER_COORDINATOR_TIMEOUT.",
         ),
         click.option("--grace", default=GRACE_SECONDS, show_default=True, help="Seconds for what runs to end in."),
+        metrics_port_option,
+        click.option(
+            "--metrics-host",
+            envvar=METRICS_HOST_VARIABLE,
+            default=_LOOPBACK,
+            show_default=True,
+            help=f"The host of that; off loopback the cluster token is asked for. Or ${METRICS_HOST_VARIABLE}.",
+        ),
         log_level_option,
     ]
 
@@ -156,8 +216,33 @@ def listen_address(own: str | None, options: RoleOptions) -> str:
     return address
 
 
+def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer | None:
+    """Serve the figures of a role from now on, unless that is turned off.
+
+    Raises:
+        ConfigurationError: the port is in use, or the host is not loopback and there is no token.
+    """
+    host, port = options.metrics_host, options.metrics_port
+    if port is None:
+        return None
+    if not is_loopback(host) and options.token is None:
+        if not options.insecure:
+            raise ConfigurationError(
+                f"refusing to serve metrics on {host} without a cluster token, where anybody could read them: set "
+                "PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), leave --metrics-host at 127.0.0.1, "
+                "or say --insecure"
+            )
+        logger.warning("serving metrics on %s without a token (--insecure): anybody who reaches it can read them", host)
+    server = MetricsServer(telemetry, host, port, options.token)
+    logger.info("metrics on http://%s/metrics", server.address)
+    return server
+
+
 class RoleServer:
-    """The gRPC server of a role: its own services, the node service and the standard health check."""
+    """The gRPC server of a role: its own services, the node service and the standard health check.
+
+    With `telemetry`, its figures are served, too.
+    """
 
     def __init__(
         self,
@@ -167,7 +252,10 @@ class RoleServer:
         address: str,
         options: RoleOptions,
         on_job_end: Callable[[], None] = lambda: None,
+        telemetry: Telemetry | None = None,
     ) -> None:
+        self._serving = False
+        self._metrics: MetricsServer | None = None
         self.node = NodeService(identity, role, on_job_end, options.coordinator_timeout)
         self._health = health.HealthServicer(
             experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1)
@@ -191,7 +279,14 @@ class RoleServer:
             logger.warning(
                 "listening on %s without a token (--insecure): anybody who reaches it can run code here", address
             )
+        if telemetry is not None:
+            telemetry.ask_readiness(self._not_ready)
+            self._metrics = serve_metrics(telemetry, options)
+            self.node.metrics_address = self._metrics.address if self._metrics is not None else ""
         self._server.start()
+
+    def _not_ready(self) -> str:
+        return self.node.not_ready() if self._serving else "it waits for the tasks that it needs"
 
     def _set_health(self, status: int) -> None:
         for name in self._names:
@@ -199,6 +294,7 @@ class RoleServer:
 
     def ready(self) -> None:
         """From now on health checks say SERVING."""
+        self._serving = True
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def leave(self) -> None:
@@ -209,6 +305,8 @@ class RoleServer:
     def stop(self, grace: float) -> None:
         """Refuse new calls, give the running ones `grace` seconds, close."""
         self._server.stop(grace).wait()
+        if self._metrics is not None:
+            self._metrics.close()
 
 
 def _bind(server: grpc.Server, address: str) -> int:

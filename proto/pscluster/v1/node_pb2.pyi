@@ -44,11 +44,78 @@ class HelloReply(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., holding: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("recorded",)
+    RECORDED_FIELD_NUMBER: _ClassVar[int]
+    recorded: bool
+    def __init__(self, recorded: bool = ...) -> None: ...
+
+class Recorded(_message.Message):
+    __slots__ = ("run", "asked", "served")
+    class Run(_message.Message):
+        __slots__ = ("function", "attempt", "received", "begin", "ready", "end", "waited", "how", "thread")
+        FUNCTION_FIELD_NUMBER: _ClassVar[int]
+        ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+        RECEIVED_FIELD_NUMBER: _ClassVar[int]
+        BEGIN_FIELD_NUMBER: _ClassVar[int]
+        READY_FIELD_NUMBER: _ClassVar[int]
+        END_FIELD_NUMBER: _ClassVar[int]
+        WAITED_FIELD_NUMBER: _ClassVar[int]
+        HOW_FIELD_NUMBER: _ClassVar[int]
+        THREAD_FIELD_NUMBER: _ClassVar[int]
+        function: int
+        attempt: int
+        received: float
+        begin: float
+        ready: float
+        end: float
+        waited: float
+        how: str
+        thread: str
+        def __init__(self, function: _Optional[int] = ..., attempt: _Optional[int] = ..., received: _Optional[float] = ..., begin: _Optional[float] = ..., ready: _Optional[float] = ..., end: _Optional[float] = ..., waited: _Optional[float] = ..., how: _Optional[str] = ..., thread: _Optional[str] = ...) -> None: ...
+    class Asked(_message.Message):
+        __slots__ = ("function", "what", "server", "session", "nth", "begin", "end", "sent", "received")
+        FUNCTION_FIELD_NUMBER: _ClassVar[int]
+        WHAT_FIELD_NUMBER: _ClassVar[int]
+        SERVER_FIELD_NUMBER: _ClassVar[int]
+        SESSION_FIELD_NUMBER: _ClassVar[int]
+        NTH_FIELD_NUMBER: _ClassVar[int]
+        BEGIN_FIELD_NUMBER: _ClassVar[int]
+        END_FIELD_NUMBER: _ClassVar[int]
+        SENT_FIELD_NUMBER: _ClassVar[int]
+        RECEIVED_FIELD_NUMBER: _ClassVar[int]
+        function: int
+        what: str
+        server: int
+        session: str
+        nth: int
+        begin: float
+        end: float
+        sent: int
+        received: int
+        def __init__(self, function: _Optional[int] = ..., what: _Optional[str] = ..., server: _Optional[int] = ..., session: _Optional[str] = ..., nth: _Optional[int] = ..., begin: _Optional[float] = ..., end: _Optional[float] = ..., sent: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
+    class Served(_message.Message):
+        __slots__ = ("session", "nth", "what", "begin", "end")
+        SESSION_FIELD_NUMBER: _ClassVar[int]
+        NTH_FIELD_NUMBER: _ClassVar[int]
+        WHAT_FIELD_NUMBER: _ClassVar[int]
+        BEGIN_FIELD_NUMBER: _ClassVar[int]
+        END_FIELD_NUMBER: _ClassVar[int]
+        session: str
+        nth: int
+        what: str
+        begin: float
+        end: float
+        def __init__(self, session: _Optional[str] = ..., nth: _Optional[int] = ..., what: _Optional[str] = ..., begin: _Optional[float] = ..., end: _Optional[float] = ...) -> None: ...
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    run: Recorded.Run
+    asked: Recorded.Asked
+    served: Recorded.Served
+    def __init__(self, run: _Optional[_Union[Recorded.Run, _Mapping]] = ..., asked: _Optional[_Union[Recorded.Asked, _Mapping]] = ..., served: _Optional[_Union[Recorded.Served, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates")
+    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates", "metrics_address", "clock", "recorded")
     class LostUpdatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +133,9 @@ class StatusReply(_message.Message):
     FUNCTIONS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     LOST_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    RECORDED_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     state: str
     uptime_seconds: float
@@ -76,7 +146,10 @@ class StatusReply(_message.Message):
     functions_running: int
     detail: str
     lost_updates: _containers.ScalarMap[str, int]
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    metrics_address: str
+    clock: float
+    recorded: _containers.RepeatedCompositeFieldContainer[Recorded]
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("coordinator", "job", "num_workers", "seed", "lineage", "epoch", "job_name", "take_over", "holding", "closed", "finished_starts", "finished_stops", "holdings", "ps_timeout")

@@ -42,7 +42,9 @@ from pscluster.core.errors import (
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, unpack, view
 from pscluster.core.rpc import Stub
-from pscluster.ps.connections import Server, Session
+from pscluster.core.telemetry.recording import SESSION_HEADER, Asked
+from pscluster.ps.connections import Server, Session, new_session
+from pscluster.ps.counts import ClientCounts
 from pscluster.ps.kept import Kept, Verdict, kept_bytes
 from pscluster.ps.plans import Array, ReadPlan, WholeVariable, remember
 from pscluster.ps.store import partition_of
@@ -140,8 +142,10 @@ class PsClient:
         incarnation: int,
         retry_seconds: float = 10.0,
         request_timeout: float = 60.0,
+        counts: ClientCounts | None = None,
     ) -> None:
         self.job = job
+        self.counts = counts or ClientCounts(len(peers))
         self.incarnation = incarnation
         self._identity = identity
         self._metadata = metadata
@@ -218,8 +222,7 @@ class PsClient:
             # Patience counts from here, not from the beginning: the first attempt may have been a long transfer.
             return self._retry(server, attempt, time.monotonic())
 
-    @staticmethod
-    def _once(server: Server, attempt: Callable[[], Any]) -> Any:
+    def _once(self, server: Server, attempt: Callable[[], Any]) -> Any:
         try:
             return attempt()
         except grpc.RpcError as error:
@@ -236,6 +239,7 @@ class PsClient:
             if function is not None:
                 function.check()
             server.drop_sessions()
+            self.counts.reconnects[server.peer.index] += 1
             raise failure
         finally:
             # An error and a frame that hold each other hold the callers' frames, too, and the arrays that are being
@@ -262,7 +266,13 @@ class PsClient:
                 f"({last})"
             ) from None
 
-    def _exchange(self, requests: Mapping[int, bytes], finish: Callable[[int, ps_pb2.Reply, memoryview], None]) -> None:
+    def _exchange(
+        self,
+        what: str,
+        requests: Mapping[int, bytes],
+        finish: Callable[[int, ps_pb2.Reply, memoryview], None],
+        function: FunctionContext | None,
+    ) -> None:
         """Small requests, by server, packed: sent to all servers, then answered by each in turn."""
         begun: dict[int, Session] = {}
         try:
@@ -277,7 +287,7 @@ class PsClient:
         failure: BaseException | None = None
         for index, data in requests.items():
             try:
-                self._finish_exchange(index, begun.pop(index), data, finish)
+                self._finish_exchange(what, index, begun.pop(index), data, finish, function)
             except BaseException as error:  # the other servers' replies must still be taken off their sessions
                 failure = failure or error
         if failure is not None:
@@ -285,12 +295,14 @@ class PsClient:
 
     def _finish_exchange(
         self,
+        what: str,
         index: int,
         session: Session,
         request: bytes,
         finish: Callable[[int, ps_pb2.Reply, memoryview], None],
+        function: FunctionContext | None,
     ) -> None:
-        server = self._servers[index]
+        server, begin = self._servers[index], session.begin
         first: list[Session] = [session]
 
         def attempt() -> None:
@@ -304,13 +316,37 @@ class PsClient:
             except BaseException:
                 mine.close()
                 raise
+            asked = mine.name, mine.nth
             server.give_back(mine)
+            self._count(what, index, asked, begin, len(request), len(data), function)
             reply, payload = unpack(data, ps_pb2.Reply)
             if reply.HasField("refusal"):
                 raise from_kind(reply.refusal.kind, reply.refusal.message)
             finish(index, reply, payload)
 
         self._retrying(server, attempt)
+
+    def _count(
+        self,
+        what: str,
+        index: int,
+        asked: tuple[str, int],
+        begin: float,
+        sent: int,
+        received: int,
+        function: FunctionContext | None,
+    ) -> None:
+        """A request was answered: as the n-th of its session, with so many bytes sent and received."""
+        end, counts = time.monotonic(), self.counts
+        if what == "pull":
+            counts.pulls[index].add(end - begin)
+            counts.pulled_bytes[index] += received
+        else:
+            counts.pushes[index].add(end - begin)
+            counts.pushed_bytes[index] += sent
+        if function is not None and function.function:
+            name, nth = asked
+            counts.recording.asked.append(Asked(function.function, what, index, name, nth, begin, end, sent, received))
 
     def _on_each(self, work: dict[int, Callable[[], object]]) -> None:
         """Run the bulk work of several servers at once; the first error is raised when all have ended."""
@@ -326,7 +362,7 @@ class PsClient:
 
     def read(self, parts: Sequence[ReadPart]) -> None:
         """Read every part to where it is to land: one request a server, all servers at once."""
-        self._begin()
+        function = self._begin()
         to_keep: list[tuple[ReadPart, int]] = []
         if self._kept.limit:
             parts, to_keep = self._without_copies(parts)
@@ -343,13 +379,13 @@ class PsClient:
             if answer <= SESSION_BYTES and request.total_bytes <= SESSION_BYTES:
                 small[index] = pack(request, buffers)
             else:
-                large[index] = self._pull(index, request, buffers, mine)
+                large[index] = self._pull(index, request, buffers, mine, function)
 
         def finish(index: int, reply: ps_pb2.Reply, payload: memoryview) -> None:
             _land(by_server[index], reply, payload)
 
         if small:
-            self._exchange(small, finish)
+            self._exchange("pull", small, finish, function)
         if large:
             self._on_each(large)
         self._pulled += sum(part.size for part in parts)
@@ -418,19 +454,24 @@ class PsClient:
                 remember(self._plans, key, plan)
         if max(plan.sizes.values(), default=0) > SESSION_BYTES:
             return None
-        self._begin()
+        function = self._begin()
         payloads: dict[int, memoryview] = {}
 
         def finish(index: int, reply: ps_pb2.Reply, payload: memoryview) -> None:
             plan.check(index, reply, payload)
             payloads[index] = payload
 
-        self._exchange(plan.requests, finish)
+        self._exchange("pull", plan.requests, finish, function)
         self._pulled += plan.moved
         return plan.results(payloads)
 
     def _pull(
-        self, index: int, request: ps_pb2.Request, buffers: list[Buffer], parts: list[ReadPart]
+        self,
+        index: int,
+        request: ps_pb2.Request,
+        buffers: list[Buffer],
+        parts: list[ReadPart],
+        function: FunctionContext | None,
     ) -> Callable[[], None]:
         server = self._servers[index]
         timeout = self._timeout + sum(part.size for part in parts) / _SLOWEST_BYTES_PER_SECOND
@@ -438,10 +479,13 @@ class PsClient:
         whole = [part.land if isinstance(part.land, memoryview) else memoryview(bytearray(part.size)) for part in parts]
 
         def attempt() -> None:
-            sink = _Sink(whole)
-            for data in server.bulk.pull(pack(request, buffers), metadata=server.metadata, timeout=timeout):
+            sink, name, begin, received = _Sink(whole), new_session(), time.monotonic(), 0
+            metadata, question = (*server.metadata, (SESSION_HEADER, name)), pack(request, buffers)
+            for data in server.bulk.pull(question, metadata=metadata, timeout=timeout):
+                received += len(data)
                 sink.add(*unpack(data, ps_pb2.Reply))
             sink.check_full()
+            self._count("pull", index, (name, 1), begin, len(question), received, function)
             for part, values in zip(parts, whole, strict=True):
                 if not isinstance(part.land, memoryview):
                     part.land(values)
@@ -485,10 +529,12 @@ class PsClient:
                     request.last = True
                     small[index] = pack(request, buffers)
                 else:
-                    large[index] = functools.partial(self._push_update, index, request, buffers, mine)
+                    large[index] = functools.partial(self._push_update, index, request, buffers, mine, function)
             reach("client.update.before")
             if small:
-                self._exchange(small, lambda index, reply, _: self._note(by_server[index], reply.update))
+                self._exchange(
+                    "push", small, lambda index, reply, _: self._note(by_server[index], reply.update), function
+                )
             if large:
                 self._on_each(large)
             reach("client.update.after")
@@ -498,9 +544,17 @@ class PsClient:
                 self._sequences.done(number)
 
     def _push_update(
-        self, index: int, request: ps_pb2.Request, buffers: list[Buffer], parts: Sequence[UpdatePart]
+        self,
+        index: int,
+        request: ps_pb2.Request,
+        buffers: list[Buffer],
+        parts: Sequence[UpdatePart],
+        function: FunctionContext | None,
     ) -> None:
-        self._note(parts, self._push(index, request, buffers)().update)
+        name, begin = new_session(), time.monotonic()
+        reply = self._push(index, request, buffers, name=name)()
+        self._count("push", index, (name, 1), begin, sum(map(len, buffers)), 0, function)
+        self._note(parts, reply.update)
 
     def _note(self, parts: Sequence[UpdatePart], reply: ps_pb2.UpdateReply) -> None:
         """Remember what was acknowledged, so that a server that comes back with less learns what it has lost."""
@@ -517,14 +571,17 @@ class PsClient:
         timeout: float = 0.0,
         *,
         patient: bool = True,
+        name: str = "",
     ) -> Callable[[], ps_pb2.Reply]:
         """What sends a request in frames.
 
         Args:
             timeout: what the server needs besides, in seconds.
             patient: wait for a server that is gone.
+            name: of the request, for the record.
         """
         server = self._servers[index]
+        metadata = (*server.metadata, (SESSION_HEADER, name)) if name else server.metadata
         total = sum(map(len, buffers))
         request.total_bytes = total
         timeout += self._timeout + total / _SLOWEST_BYTES_PER_SECOND
@@ -541,7 +598,7 @@ class PsClient:
 
         def attempt() -> ps_pb2.Reply:
             request.last = False
-            data = server.bulk.push(frames(), metadata=server.metadata, timeout=timeout)
+            data = server.bulk.push(frames(), metadata=metadata, timeout=timeout)
             return unpack(data, ps_pb2.Reply)[0]
 
         if not patient:

@@ -11,8 +11,10 @@ from grpc.experimental import ChannelOptions
 
 from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress, open_channel, say_hello
 from pscluster.core.errors import PSUnavailableError, UnavailableError
+from pscluster.core.identity import fresh_id
 from pscluster.core.rpc import Stub
 from pscluster.core.streams import Stream, open_stream
+from pscluster.core.telemetry.recording import SESSION_HEADER
 from pscluster.ps.wire import SERVICE
 from pscluster.v1 import node_pb2
 
@@ -47,17 +49,27 @@ class _Watchdog:
 _watchdog = _Watchdog()
 
 
+def new_session() -> str:
+    """A name that no other session has."""
+    return f"{fresh_id():x}"
+
+
 class Session:
     """One stream of request and reply in turn, used by one thread at a time."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, name: str = "") -> None:
         self._stream = stream
+        self.name = name
+        self.nth = 0  # of the request that was sent last
+        self.begin = 0.0  # when it was
         self.deadline = float("inf")
         self._given_up = False
         _watchdog.watch(self)
 
     def send(self, data: bytes, timeout: float) -> None:
-        self.deadline = time.monotonic() + timeout
+        self.nth += 1
+        self.begin = time.monotonic()
+        self.deadline = self.begin + timeout
         self._stream.send(data)
 
     def receive(self) -> bytes:
@@ -103,7 +115,8 @@ class Server:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return Session(open_stream(self._control, _SESSION, self.metadata))
+        name = new_session()
+        return Session(open_stream(self._control, _SESSION, (*self.metadata, (SESSION_HEADER, name))), name)
 
     def give_back(self, session: Session) -> None:
         with self._lock:

@@ -33,6 +33,7 @@ from pscluster.ps.durable.keeper import (
 )
 from pscluster.ps.durable.plan import Durability
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.telemetry import ServerTelemetry
 from pscluster.ps.wire import SERVICE
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def serve_ps(
             address,
             options,
             on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
+            telemetry=ServerTelemetry(role, service.budget),
         )
         server.ready()
         logger.info("parameter server %d serving on %s", index, address)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pscluster.core.errors import UnavailableError
 from pscluster.core.frames import Buffer, pack, padding
 from pscluster.core.geometry import Block
+from pscluster.ps.counts import VariableCounts
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]
@@ -118,10 +119,24 @@ class ReadPlan:
 class PreparedRead:
     """What a server answers to a request that it has seen before: these arrays, as they are now."""
 
-    def __init__(self, sources: Sequence[tuple[threading.Lock, memoryview]]) -> None:
+    def __init__(
+        self, sources: Sequence[tuple[threading.Lock, memoryview]], counts: Sequence[VariableCounts] = ()
+    ) -> None:
+        self.times, self.seconds = 0, 0.0  # how often it was answered, and how long that took
+        self._settled = 0, 0.0
+        self._counts = counts
         self._sources = [(lock, values, bytes(padding(len(values)))) for lock, values in sources]
         total = sum(len(values) + len(gap) for _, values, gap in self._sources)
         self._head = ps_pb2.Reply(last=True, total_bytes=total, read=ps_pb2.ReadReply())
+
+    def settle(self) -> None:
+        """Have the variables know what was read of them since the last time: not each time, there may be hundreds."""
+        times, seconds = self.times - self._settled[0], self.seconds - self._settled[1]
+        self._settled = self._settled[0] + times, self._settled[1] + seconds
+        if times:
+            total = sum(len(values) for _, values, _ in self._sources) or 1
+            for counts, (_, values, _) in zip(self._counts, self._sources, strict=True):
+                counts.read(len(values) * times, seconds * len(values) / total, 0, times)
 
     def reply(self) -> bytes:
         """The whole frame; each array as it is at one moment, under its shard's lock."""

@@ -17,9 +17,11 @@ from pscluster.core.fault_points import reach
 from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.node import Role
+from pscluster.core.telemetry.recording import SESSION_HEADER, Served
 from pscluster.ps.budget import DEFAULT_MIB, Budget
 from pscluster.ps.checkpoints.parts import Parts
 from pscluster.ps.checkpoints.tensor_files import join
+from pscluster.ps.counts import ServiceCounts, StoreCounts
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Lineage
 from pscluster.ps.shard import Snapshot
 from pscluster.ps.store import Payload, Placed, Store
@@ -33,6 +35,8 @@ it goes out, which is seldom much; were it all of the pull's bytes, one slow rea
 OWN_SECONDS = 3.0
 """So long a server that comes back is kept for the coordinator that it had, which dials every quarter of a second."""
 
+_MAX_NAME = 64
+
 _CUT_OFF = "the stream ended before its last frame: nothing was applied"
 
 _MAX_PUSH_BYTES = 1 << 46  # what is received is bounded by the items' sizes; this bounds the declaration
@@ -44,10 +48,12 @@ class ParameterServerRole(Role):
     def __init__(self, index: int, keeper: Keeper | None = None) -> None:
         self.keeper = keeper or Keeper(DurabilityOptions())
         self.parts = Parts()
+        self.counts = ServiceCounts()
+        self._store_counts = StoreCounts()
         reach("ps.restore.before")
         found = self.keeper.restore()
         reach("ps.restore.after")
-        self.store = Store(index) if found is None else found.store
+        self._keep_counting(Store(index) if found is None else found.store)
         self.kept_job = self.store.job
         self._origin = Lineage() if found is None else found.lineage
         self._restored = "" if found is None else found.words
@@ -55,6 +61,11 @@ class ParameterServerRole(Role):
         self.waiting = found is not None
         self._own_until = time.monotonic() + OWN_SECONDS
         self._new = False  # the job has begun, and may not be on disk
+
+    def _keep_counting(self, store: Store) -> None:
+        """Another store, of the same server."""
+        store.counts = self._store_counts
+        self.store = store
 
     def serving(self) -> Store:
         """The store, for whoever asks for something of it. UnavailableError while it waits for its coordinator."""
@@ -94,7 +105,8 @@ class ParameterServerRole(Role):
             self.keeper.go_on(self._origin)
             return
         self.parts.forget()
-        self.store, self._restored = Store(self.store.index, request.job), ""
+        self._keep_counting(Store(self.store.index, request.job))
+        self._restored = ""
         self._origin = Lineage(fresh_id(), request.lineage, request.epoch, request.job_name)
         self.keeper.begin(self.store, self._origin)
         self._new = True
@@ -129,7 +141,8 @@ class ParameterServerRole(Role):
     def job_ended(self) -> None:
         """Drop the job's variables."""
         self.parts.forget()
-        self.store, self._origin, self.waiting = Store(self.store.index), Lineage(), False
+        self._keep_counting(Store(self.store.index))
+        self._origin, self.waiting = Lineage(), False
         self.keeper.end()
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
@@ -139,6 +152,10 @@ class ParameterServerRole(Role):
         reply.lost_updates.update(self.store.lost)
         if self.waiting:
             reply.state = "restored, waiting for its coordinator"
+
+    def recorded(self) -> Iterator[node_pb2.Recorded]:
+        """Requests."""
+        return self.counts.recording.messages()
 
 
 class _Frames:
@@ -164,6 +181,15 @@ class _Frames:
         return frame
 
 
+_WORDS = {"read": "pull", "update": "push"}
+
+
+def _name_of(context: grpc.ServicerContext) -> str:
+    """Of a session, or of a large request, as its client has given it; "": it has none."""
+    names = [str(value) for key, value in context.invocation_metadata() or () if key == SESSION_HEADER]
+    return names[0][:_MAX_NAME] if names else ""
+
+
 def _memory_of(request: ps_pb2.ReadRequest, total: int) -> int:
     """What a pull of so many bytes may need: rows and boxes are copied before they are sent."""
     return min(total, WHOLE_PULL_BYTES) if all(item.rows.all for item in request.items) else total
@@ -174,17 +200,31 @@ class ParameterServerService:
 
     def __init__(self, role: ParameterServerRole, in_flight_bytes: int = DEFAULT_MIB << 20) -> None:
         self._role = role
-        self._budget = Budget(in_flight_bytes)
+        self._counts = role.counts
+        self.budget = Budget(in_flight_bytes)
         # It may be started again: whoever is refused tries again.
         self.drain = Drain(lambda: UnavailableError(f"ps {role.store.index} is stopping"))
 
-    def session(self, requests: Iterator[bytes], _context: grpc.ServicerContext) -> Iterator[bytes]:
+    def session(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Small requests, answered in order. A refused one does not end the session."""
-        for data in requests:
-            yield self._reply(data)
+        name, counts = _name_of(context), self._counts
+        for nth, data in enumerate(requests, 1):
+            begin = time.monotonic()
+            what, answer = self._reply(data)
+            end = time.monotonic()
+            if what == "pull":
+                counts.pulls.add(end - begin)
+                counts.pulled_bytes += len(answer)
+            elif what == "push":
+                counts.pushes.add(end - begin)
+                counts.pushed_bytes += len(data)
+            if name and what:
+                counts.recording.served.append(Served(name, nth, what, begin, end))
+            yield answer
             reach("ps.answer.after")
 
-    def _reply(self, data: bytes) -> bytes:
+    def _reply(self, data: bytes) -> tuple[str, bytes]:
+        """What it was, "pull", "push" or neither, and the answer."""
         reply, buffers = ps_pb2.Reply(last=True), list[Buffer]()
         prepared = None if self._role.waiting else self._role.store.prepared(data)
         if prepared is None:
@@ -193,7 +233,11 @@ class ParameterServerService:
         try:
             if prepared is not None:
                 with self.drain.passing():
-                    return prepared.reply()
+                    begin = time.monotonic()
+                    answer = prepared.reply()
+                    prepared.times += 1
+                    prepared.seconds += time.monotonic() - begin
+                    return "pull", answer
             if not request.last or request.total_bytes != len(payload):
                 raise ProtocolError("a session's request has one frame, marked as the last")
             with self.drain.passing():
@@ -202,8 +246,9 @@ class ParameterServerService:
                 self._role.store.prepare(data, request.read)
         except PsClusterError as error:
             reply.refusal.kind, reply.refusal.message = kind_of(error)[0], str(error)
+            self._counts.refused += 1
         reply.total_bytes = sum(len(buffer) for buffer in buffers)
-        return pack(reply, buffers)
+        return _WORDS.get(reply.WhichOneof("body") or "", ""), pack(reply, buffers)
 
     def _answer(self, request: ps_pb2.Request, payload: memoryview, reply: ps_pb2.Reply) -> list[Buffer]:
         store, chunks = self._role.serving(), Payload([payload])
@@ -227,8 +272,12 @@ class ParameterServerService:
 
     def pull(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """A read in frames."""
+        begin, nbytes = time.monotonic(), 0
         with self.drain.passing():
-            yield from self._frames_of(data, context)
+            for frame in self._frames_of(data, context):
+                nbytes += len(frame)
+                yield frame
+        self._counted("pull", begin, nbytes, context)
 
     def _frames_of(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         request, payload = unpack(data, ps_pb2.Request)
@@ -238,7 +287,7 @@ class ParameterServerService:
         total = store.reply_bytes(request.read, len(payload))
         frames = _Frames(request.id, total)
         with (
-            self._budget.taken(_memory_of(request.read, total), context),
+            self.budget.taken(_memory_of(request.read, total), context),
             closing(store.segments(request.read, Payload([payload]))) as segments,
         ):
             small, size = list[Buffer](), 0
@@ -258,10 +307,26 @@ class ParameterServerService:
 
     def push(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """An update (or creation) in frames; applied once it is whole."""
+        begin = time.monotonic()
         with self.drain.passing():
-            return self._take(frames, context)
+            what, nbytes, answer = self._take(frames, context)
+        if what:
+            self._counted(what, begin, nbytes, context)
+        return answer
 
-    def _take(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    def _counted(self, what: str, begin: float, nbytes: int, context: grpc.ServicerContext) -> None:
+        """A large request was answered."""
+        end, counts = time.monotonic(), self._counts
+        (counts.pulls if what == "pull" else counts.pushes).add(end - begin)
+        if what == "pull":
+            counts.pulled_bytes += nbytes
+        else:
+            counts.pushed_bytes += nbytes
+        if name := _name_of(context):
+            counts.recording.served.append(Served(name, 1, what, begin, end))
+
+    def _take(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> tuple[str, int, bytes]:
+        """What it was, "push" or nothing that is counted, its bytes, and the answer."""
         store, placed = self._role.serving(), []
         data = next(frames, None)
         if data is None:
@@ -276,7 +341,7 @@ class ParameterServerService:
         assembler = Assembler(_MAX_PUSH_BYTES)
         assembler.add(first, payload)
         del data, payload
-        with self._budget.taken(first.total_bytes, context):
+        with self.budget.taken(first.total_bytes, context):
             for data in frames:
                 assembler.add(*unpack(data, ps_pb2.Request))
             if not assembler.complete:
@@ -284,9 +349,9 @@ class ParameterServerService:
             reply = ps_pb2.Reply(id=first.id, last=True)
             if first.WhichOneof("body") == "update":
                 reply.update.CopyFrom(self._update(store, first, placed, Payload(assembler.chunks)))
-            else:
-                self._create(store, first.create, Payload(assembler.chunks), reply)
-            return pack(reply)
+                return "push", first.total_bytes, pack(reply)
+            self._create(store, first.create, Payload(assembler.chunks), reply)
+            return "", 0, pack(reply)
 
     def _update(
         self, store: Store, request: ps_pb2.Request, placed: list[Placed], payload: Payload
@@ -367,7 +432,10 @@ class ParameterServerService:
                 reach("ps.mark.after")
             elif request.action == ps_pb2.CheckpointRequest.WRITE:
                 reach("ps.part.before")
+                begin = time.monotonic()
                 reply = self._role.parts.write(store, request.id, join(request.directory, request.file))
+                self._counts.checkpoints.add(time.monotonic() - begin)
+                self._counts.checkpoint_bytes += reply.bytes
                 reach("ps.part.after")
             elif request.action == ps_pb2.CheckpointRequest.DROP:
                 self._role.parts.drop_mark(request.id)

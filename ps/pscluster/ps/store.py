@@ -16,9 +16,10 @@ import json
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any
 
@@ -41,9 +42,10 @@ from pscluster.core.fault_points import reach
 from pscluster.core.frames import CHUNK_BYTES, Buffer, padding, view
 from pscluster.core.geometry import AxisSlice, Partition
 from pscluster.ps.birth import born, filler, no_handles
+from pscluster.ps.counts import StoreCounts, VariableCounts
 from pscluster.ps.ledger import Ledger, Origin
 from pscluster.ps.losses import Losses
-from pscluster.ps.plans import MAX_REQUEST_BYTES, PreparedRead, remember
+from pscluster.ps.plans import MAX_PLANS, MAX_REQUEST_BYTES, PreparedRead, remember
 from pscluster.ps.rules import (
     RULES,
     UpdateRule,
@@ -83,6 +85,7 @@ class HeldVariable:
     dtype: np.dtype[Any]
     partition: Partition
     shards: dict[int, Shard]
+    counts: VariableCounts = field(default_factory=VariableCounts)
 
 
 @dataclass(slots=True)
@@ -185,6 +188,7 @@ class Store:
     def __init__(self, index: int, job: int = 0) -> None:
         self.index = index
         self.job = job
+        self.counts = StoreCounts()
         self._lock = threading.Lock()
         self._ledger = Ledger()
         self._variables: dict[int, HeldVariable] = {}
@@ -212,7 +216,7 @@ class Store:
         with self._lock:
             self.job = job
             self._ledger.forget_functions()
-            self._prepared.clear()
+            self._drop_prepared()
             self._gone.clear()  # late copies are of another job now, and numbers may come again
             shards = [shard for held in self._variables.values() for shard in held.shards.values()]
         _pass_through(shards)
@@ -374,7 +378,7 @@ class Store:
             for number, held in list(self._variables.items()):
                 if meant(number, held.spec.name):
                     del self._variables[number]
-                    self._prepared.clear()
+                    self._drop_prepared()
                     if prefix:
                         self._births.pop(number, None)
             self._unborn = {number: named for number, named in self._unborn.items() if not meant(number, named)}
@@ -426,6 +430,14 @@ class Store:
         """The memory of updates, under its lock."""
         with self._lock:
             yield self._ledger
+
+    def traffic(self) -> list[tuple[str, int, VariableCounts]]:
+        """Of each variable its name, the bytes of its shards here, slots included, and what was read and updated."""
+        with self._lock:
+            for prepared in self._prepared.values():
+                prepared.settle()
+            held = list(self._variables.values())
+        return [(each.spec.name, sum(shard.nbytes for shard in each.shards.values()), each.counts) for each in held]
 
     def totals(self) -> tuple[int, int]:
         """How many shards are held, and their bytes, slots included."""
@@ -531,10 +543,11 @@ class Store:
 
     def segments(self, request: ps_pb2.ReadRequest, payload: Payload) -> Generator[Buffer | Snapshot, None, None]:
         """The segments of the reply; of large arrays snapshots, each to be read before the next segment is taken."""
-        at = 0
+        at, begin = 0, time.monotonic()
         for item in request.items:
             source, next_at = self._locate(item, at)
-            if item.rows.WhichOneof("kind") == "ids":
+            which = item.rows.WhichOneof("kind")
+            if which == "ids":
                 ids = payload.ids(at, item.rows.ids)
                 self._check_ids(item.variable, source.array, ids)
                 yield _gather(source, ids)
@@ -543,10 +556,20 @@ class Store:
             if padding(source.size):
                 yield bytes(padding(source.size))
             at = next_at
+            if which != "version" and (held := self._variables.get(item.variable)) is not None:
+                end = time.monotonic()
+                held.counts.read(source.size, end - begin, item.rows.ids)
+                begin = end
 
     def prepared(self, request: bytes) -> PreparedRead | None:
         """What answers this request, byte for byte one that was prepared."""
         return self._prepared.get(request) if len(request) <= MAX_REQUEST_BYTES else None  # to hash it takes time, too
+
+    def _drop_prepared(self) -> None:
+        """Under the lock."""
+        for prepared in self._prepared.values():
+            prepared.settle()
+        self._prepared.clear()
 
     def prepare(self, data: bytes, request: ps_pb2.ReadRequest) -> None:
         """Keep what answers a request that was just answered, if it is for whole arrays of variables only."""
@@ -556,10 +579,13 @@ class Store:
             return
         with self._lock:
             try:
-                shards = [self._shard(item.variable, item.shard)[1] for item in request.items]
+                found = [self._shard(item.variable, item.shard) for item in request.items]
             except UnknownVariableError:  # deleted since
                 return
-            remember(self._prepared, data, PreparedRead([(shard.lock, view(shard.array)) for shard in shards]))
+            if len(self._prepared) >= MAX_PLANS:
+                next(iter(self._prepared.values())).settle()  # it goes
+            sources = [(shard.lock, view(shard.array)) for _, shard in found]
+            remember(self._prepared, data, PreparedRead(sources, [held.counts for held, _ in found]))
 
     def _check_ids(self, variable: int, table: Array, ids: Ids) -> None:
         rows = table.shape[0]
@@ -639,13 +665,18 @@ class Store:
             ids_of.append(ids)
         reply = ps_pb2.UpdateReply(life=self.losses.life)
         for part, ids in zip(placed, ids_of, strict=True):
-            item = part.item
-            with part.shard.lock:
+            item, begin = part.item, time.monotonic()
+            if not part.shard.lock.acquire(blocking=False):
+                part.shard.lock.acquire()
+                self.counts.lock_waits += 1
+                self.counts.lock_seconds += time.monotonic() - begin
+            try:
                 with self._lock:
                     self.check_job(request.job)  # it may have been taken over since
                     self._ledger.admit(origin)
                     repeated = self._ledger.seen(origin, item.variable, item.shard, item.nth)
                 if repeated:
+                    self.counts.duplicates += 1
                     reply.repeated_ += 1
                     reply.updates.append(part.shard.updates)
                     applied.append(0)
@@ -667,10 +698,15 @@ class Store:
                 reach("ps.update.after")
                 with self._lock:
                     self._ledger.record(origin, item.variable, item.shard, item.nth)
+                if item.life == reply.life:
+                    self.counts.staleness.add(part.shard.updates - item.seen)
                 part.shard.updates += 1
                 applied.append(part.shard.updates)
                 reply.updates.append(part.shard.updates)
                 reply.applied += 1
+            finally:
+                part.shard.lock.release()
+            part.held.counts.updated(item.value_bytes, time.monotonic() - begin, item.rows.ids)
             reach("ps.ledger.after")
         if not origin.function:
             with self._lock:

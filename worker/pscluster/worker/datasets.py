@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -114,8 +115,12 @@ class WorkerIterator(Handle):
 
     handle_kind = "iterator"
 
-    def __init__(self, key: str, build: Callable[[], Iterable[Any]]) -> None:
+    def __init__(
+        self, key: str, build: Callable[[], Iterable[Any]], waited: Callable[[float], None] = lambda _: None
+    ) -> None:
+        """`waited` is told the seconds that each element took."""
         self._key = key
+        self._waited = waited
         self._lock = threading.Lock()
         self._given = 0
         self._error: BaseException | None = None
@@ -151,6 +156,7 @@ class WorkerIterator(Handle):
             if self._error is not None:
                 raise self._error.with_traceback(self._trace)  # else it would grow with every step
             assert self._iterator is not None  # there is an error or an iterator
+            begin = time.monotonic()
             try:
                 element = next(self._iterator)
             except StopIteration:
@@ -159,6 +165,7 @@ class WorkerIterator(Handle):
                 self._keep(error)
                 raise
             self._given += 1
+            self._waited(time.monotonic() - begin)
             return element
 
     def _keep(self, error: BaseException) -> None:

@@ -18,10 +18,12 @@ from pscluster.core.definitions import resolve
 from pscluster.core.errors import ProtocolError, PSUnavailableError, StaleError, UnavailableError
 from pscluster.core.frames import Buffer
 from pscluster.core.handles import Handle
+from pscluster.core.telemetry.recording import Recording
 from pscluster.ps.client import PsClient
 from pscluster.ps.handles import handle_of
 from pscluster.ps.wire import PINNED
 from pscluster.v1 import definition_pb2, worker_pb2
+from pscluster.worker.counts import WorkerCounts
 from pscluster.worker.datasets import InputContext, WorkerIterator, call_dataset_fn, mixed_seed
 from pscluster.worker.parts import Part, Reader
 from pscluster.worker.pipelines import Pipeline
@@ -42,7 +44,9 @@ class Job:
         seed: int,
         client: PsClient,
         connect_timeout: float,
+        counts: WorkerCounts | None = None,
     ) -> None:
+        self._counts = counts or WorkerCounts(Recording())
         self.incarnation = incarnation
         self.worker_index = worker_index
         self.num_workers = num_workers
@@ -127,7 +131,9 @@ class Job:
             self.worker_index, self.num_workers, mixed_seed(self._seed, resource.seed, self.worker_index)
         )
         with running(self.context(function=0, attempt=0)):
-            iterator = WorkerIterator(str(resource.id), lambda: call_dataset_fn(dataset_fn, context))
+            iterator = WorkerIterator(
+                str(resource.id), lambda: call_dataset_fn(dataset_fn, context), self._counts.waited_for_data
+            )
         with self._lock:
             self._handles.setdefault(place, iterator)
 

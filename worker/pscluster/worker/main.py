@@ -24,8 +24,10 @@ from pscluster.core.serving import (
 )
 from pscluster.core.tokens import call_metadata
 from pscluster.ps.client import PsClient
+from pscluster.ps.counts import ClientCounts
 from pscluster.v1 import node_pb2
 from pscluster.worker.service import SERVICE, WorkerRole, WorkerService
+from pscluster.worker.telemetry import WorkerTelemetry
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ def serve_worker(
 
     def serve(stop: StopRequest) -> Callable[[], None]:
         identity = make_identity("worker", index)
+        asked = ClientCounts(len(peers))
 
         def make_client(request: node_pb2.AttachRequest, incarnation: int) -> PsClient:
             client = PsClient(
@@ -60,6 +63,7 @@ def serve_worker(
                 job=request.job,
                 incarnation=incarnation,
                 retry_seconds=request.ps_timeout,
+                counts=asked,
             )
             client.expect(request.holdings)
             return client
@@ -68,6 +72,7 @@ def serve_worker(
             index,
             make_client,
             options.connect_timeout,
+            asked.recording,
         )
         server = RoleServer(
             identity,
@@ -76,6 +81,7 @@ def serve_worker(
             address,
             options,
             on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
+            telemetry=WorkerTelemetry(role, asked),
         )
 
         def close() -> None:

@@ -31,8 +31,10 @@ from pscluster.core.errors import FunctionCancelled, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Buffer
 from pscluster.core.handles import Handle
+from pscluster.core.telemetry.recording import Recording, is_remembered
 from pscluster.core.values import decode_call, encode
 from pscluster.v1 import worker_pb2
+from pscluster.worker.counts import WorkerCounts
 from pscluster.worker.datasets import EndOfIterator
 from pscluster.worker.failures import failure_of
 from pscluster.worker.job import Job
@@ -52,11 +54,13 @@ Outcome = worker_pb2.Outcome
 class Runner:
     """The functions of one stream: see the module's docstring."""
 
-    def __init__(self, job: Job, turn: threading.Lock) -> None:
+    def __init__(self, job: Job, turn: threading.Lock, counts: WorkerCounts | None = None) -> None:
+        self._counts = counts or WorkerCounts(Recording())
         self._job = job
         self._turn = turn  # shared by all streams of the worker: one function at a time
         self._condition = threading.Condition()
-        self._waiting: deque[tuple[int, worker_pb2.Step]] = deque()  # with their positions
+        # With their positions, and when they came.
+        self._waiting: deque[tuple[int, worker_pb2.Step, float]] = deque()
         self._read = 0  # position of the last step that was read
         self._recalled: set[int] = set()  # positions that were recalled before they were read
         self._running: FunctionContext | None = None
@@ -75,15 +79,23 @@ class Runner:
         """How many functions run now."""
         return int(self._running is not None)
 
+    @property
+    def waiting(self) -> int:
+        """How many have come and wait here."""
+        return len(self._waiting)
+
     # The reading and running thread
 
     def run(self, requests: Iterator[worker_pb2.StepsRequest]) -> None:
         """Take steps from the stream and run them until it ends."""
-        self._requests = requests
+        self._requests, counts = requests, self._counts
         try:
+            counts.idle_since = time.monotonic()
             while self._wait_next():
+                counts.not_idle()
                 while (next_one := self._next()) is not None:
                     self._settle(self._run_one(*next_one))
+                counts.idle_since = time.monotonic()
         except grpc.RpcError:
             pass  # the coordinator has gone: nobody waits for outcomes
         except PsClusterError as error:
@@ -91,6 +103,7 @@ class Runner:
         except Exception:
             logger.exception("the runner stopped; its functions go to other workers")
         finally:
+            counts.not_idle()
             self.end()
 
     def _wait_next(self) -> bool:
@@ -139,6 +152,7 @@ class Runner:
         self._condition.notify_all()
 
     def _accept(self, request: worker_pb2.StepsRequest) -> None:
+        now = time.monotonic()
         with self._condition:
             for position, step in enumerate(request.steps, request.position):
                 self._read = position
@@ -148,25 +162,26 @@ class Runner:
                 elif self._leaving:
                     self._give_back(position, step.function)
                 else:
-                    self._waiting.append((position, step))
+                    self._waiting.append((position, step, now))
                     if step.parts:
                         self._job.expect_parts(step)
             self._condition.notify_all()
 
-    def _next(self) -> tuple[int, worker_pb2.Step] | None:
+    def _next(self) -> tuple[int, worker_pb2.Step, float] | None:
         with self._condition:
             if not self._waiting or self._ended:
                 return None
-            position, step = self._waiting.popleft()
+            position, step, received = self._waiting.popleft()
             self._running = self._job.context(function=step.function, attempt=step.attempt, key=step.key)
             if step.parts or (self._seconds > LONG_SECONDS and not self._waiting):
                 self._want_next()
-            return position, step
+            return position, step, received
 
     def _give_back(self, position: int, function: int) -> None:
         """Under the lock. It will not run here."""
         self._job.pop_arguments(position)
         self._job.drop_parts(function)
+        self._counts.returned += 1
         self._outbox.append(Outcome(function=function, kind=Outcome.RETURNED))
         self._condition.notify_all()
 
@@ -178,14 +193,15 @@ class Runner:
             self._outbox.append(outcome)
             self._condition.notify_all()
 
-    def _run_one(self, position: int, step: worker_pb2.Step) -> Outcome:
-        context = self._running
+    def _run_one(self, position: int, step: worker_pb2.Step, received: float) -> Outcome:
+        context, counts = self._running, self._counts
         assert context is not None  # set by _next
         arguments = self._job.pop_arguments(position)
         outcome = Outcome(function=step.function)
         parts: Sequence[Part] = ()
         reach("worker.run.before")
-        begin = time.perf_counter()
+        begun = begin = time.monotonic()
+        data_before = counts.data_seconds
         try:
             with self._turn, running(context):
                 context.check()
@@ -193,24 +209,32 @@ class Runner:
                 if step.parts:
                     parts = self._job.parts_of(step)
                 args, kwargs = self._arguments(step, arguments, parts)
-                begin = time.perf_counter()
+                begin = time.monotonic()
                 result = _called(function, args, kwargs, parts)
-            outcome.seconds = time.perf_counter() - begin
+            outcome.seconds = time.monotonic() - begin
             reach("worker.run.after")
             if step.want_result and result is not None:
                 self._encode_result(step.function, result, outcome)
             outcome.kind = Outcome.DONE
         except FunctionCancelled:
             outcome.kind = Outcome.CANCELLED
+            outcome.seconds = time.monotonic() - begin
+            counts.cancelled += 1
         except BaseException as error:  # a step's sys.exit() must not end the worker
-            outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=time.perf_counter() - begin)
+            outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=time.monotonic() - begin)
+            counts.failed += 1
             outcome.failure.CopyFrom(failure_of(_without_stop(error)))
         if step.parts:
             self._job.drop_parts(step.function)
             outcome.waited = sum(part.waited for part in parts)
+            counts.data_seconds += outcome.waited
             for number, part in enumerate(parts):
                 for skipped in part.skipped:
                     outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=number)
+        seconds = outcome.seconds
+        counts.runs.add(seconds)
+        if is_remembered(step.function, seconds, step.attempt):
+            counts.remember(step, received, begun, begin, seconds, counts.data_seconds - data_before, outcome.kind)
         return outcome
 
     def _arguments(
@@ -268,7 +292,7 @@ class Runner:
     def recall(self, functions: list[int], positions: list[int], cancel_running: bool) -> None:
         """Give back what has not started; with `cancel_running`, ask what runs to stop."""
         with self._condition:
-            waiting = {position for position, _ in self._waiting}
+            waiting = {position for position, *_ in self._waiting}
             for function, position in zip(functions, positions, strict=True):
                 if position in waiting:
                     self._give_back(position, function)
@@ -288,7 +312,7 @@ class Runner:
         """
         with self._condition:
             self._leaving = True
-            for position, step in self._waiting:
+            for position, step, _ in self._waiting:
                 self._give_back(position, step.function)
             self._waiting.clear()
             self._condition.notify_all()
@@ -309,7 +333,7 @@ class Runner:
         """The stream is over: what runs is asked to stop, the rest is forgotten."""
         with self._condition:
             self._ended = True
-            for _, step in self._waiting:
+            for _, step, _ in self._waiting:
                 self._job.drop_parts(step.function)
             self._waiting.clear()
             if self._running is not None:

@@ -15,8 +15,10 @@ from pscluster.core.fault_points import reach
 from pscluster.core.frames import Assembler, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.node import Role
+from pscluster.core.telemetry.recording import Recording
 from pscluster.ps.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.worker.counts import WorkerCounts
 from pscluster.worker.job import Job
 from pscluster.worker.runner import Runner
 
@@ -34,7 +36,15 @@ ClientFactory = Callable[[node_pb2.AttachRequest, int], PsClient]
 class WorkerRole(Role):
     """Keeps the job that the worker works for, and the runner of its stream."""
 
-    def __init__(self, index: int, make_client: ClientFactory, connect_timeout: float) -> None:
+    def __init__(
+        self,
+        index: int,
+        make_client: ClientFactory,
+        connect_timeout: float,
+        recording: Recording | None = None,
+    ) -> None:
+        """`recording`: of what its clients ask of the servers."""
+        self.counts = WorkerCounts(recording or Recording())
         self._index = index
         self._make_client = make_client
         self._connect_timeout = connect_timeout
@@ -65,7 +75,9 @@ class WorkerRole(Role):
             client=self._make_client(request, incarnation),
             # The coordinator has all servers: one that is not in reach of this worker is gone, as at any later call.
             connect_timeout=request.ps_timeout or self._connect_timeout,
+            counts=self.counts,
         )
+        self.counts.attachments += 1
         self._replace(job)
         return incarnation
 
@@ -85,9 +97,18 @@ class WorkerRole(Role):
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
         """Functions done and running."""
+        reply.functions_done, reply.functions_running, _ = self.functions()
+
+    def functions(self) -> tuple[int, int, int]:
+        """How many have ended here, however they did; how many run now; and how many wait here behind those."""
         runner = self._runner
-        reply.functions_done = self._done_before + (runner.done if runner else 0)
-        reply.functions_running = runner.running if runner else 0
+        if runner is None:
+            return self._done_before, 0, 0
+        return self._done_before + runner.done, runner.running, runner.waiting
+
+    def recorded(self) -> Iterator[node_pb2.Recorded]:
+        """Functions, and what they asked of the servers."""
+        return self.counts.recording.messages()
 
     def job(self, incarnation: int) -> Job:
         """The job of a request. StaleError if the attachment that it names is over."""
@@ -98,7 +119,7 @@ class WorkerRole(Role):
 
     def begin(self, job: Job) -> Runner:
         """A runner for the job's stream."""
-        runner = Runner(job, self._turn)
+        runner = Runner(job, self._turn, self.counts)
         with self._lock:
             if self._job is not job:
                 raise StaleError("this attachment to the worker is over")

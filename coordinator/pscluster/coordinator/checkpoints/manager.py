@@ -115,6 +115,7 @@ class Checkpoint:
                     strategy.client.checkpoint(ps_pb2.CheckpointRequest.DROP, mark)
                 raise
         index.pause_seconds = round(time.monotonic() - begin, 6)
+        strategy.counts.checkpoint_pauses.add(index.pause_seconds)
         return MarkedCheckpoint(strategy, mark, index, {spec.id: spec.name for spec in variables})
 
     def _paused(self) -> contextlib.AbstractContextManager[None]:
@@ -261,6 +262,17 @@ class MarkedCheckpoint:
 
     def write(self, path: str) -> str:
         """Have it written; see `Checkpoint.write`."""
+        counts, begin = self._strategy.counts, time.monotonic()
+        try:
+            self._write(path)
+        except BaseException:
+            counts.checkpoints_failed += 1
+            raise
+        counts.checkpoints.add(time.monotonic() - begin)
+        counts.checkpoint_bytes, counts.checkpoint_at = self.index.nbytes, time.time()
+        return path
+
+    def _write(self, path: str) -> None:
         client, index = self._strategy.client, self.index
         try:
             fs, where = fsspec.core.url_to_fs(path)
@@ -284,7 +296,6 @@ class MarkedCheckpoint:
                 client.checkpoint(ps_pb2.CheckpointRequest.DROP, self._mark)
         check_whole(index, path)
         write_index(path, index)
-        return path
 
 
 def _remove_remains(path: str) -> None:

@@ -19,7 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
@@ -110,14 +110,19 @@ class Telemetry(ABC):
 
     def __init__(self) -> None:
         self._began = time.monotonic()
+        self._why_not: Callable[[], str] = lambda: "it is starting"
 
     @abstractmethod
     def own(self) -> Snapshot:
         """The role's own figures: one entry for each of `figures`."""
 
-    @abstractmethod
     def not_ready(self) -> str:
-        """Why the role can't do its part of a job now, in a sentence; "": it can."""
+        """Why the role can't do its part of a job now, in words; "": it can."""
+        return self._why_not()
+
+    def ask_readiness(self, why_not: Callable[[], str]) -> None:
+        """From now on this says whether the role is ready, as `not_ready` does."""
+        self._why_not = why_not
 
     def snapshot(self) -> Snapshot:
         """All figures, by name; see `Snapshot` for what they look like."""

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
+from pscluster.core.telemetry import Histogram
 from pscluster.ps.durable.files import DamagedError, DataFile, StateDirectory
 from pscluster.ps.durable.log import Log, records
 from pscluster.ps.durable.plan import Durability, SavePlan
@@ -136,6 +137,9 @@ class Keeper:
         self._segment_before = 0  # the last segment of the log that was found
         self._clear = False
         self._closing = self._ended = False
+        self.saves = Histogram()
+        """Seconds of each generation that was saved."""
+        self.saved_bytes = self.failures = 0
         self._thread: threading.Thread | None = None
         if options.kind is Durability.NONE:
             return
@@ -277,6 +281,11 @@ class Keeper:
         state = f"failing: {failed}" if failed else f"{self._plan.saved} generations saved"
         return f"durability {self.options.kind.value}, {state}"
 
+    @property
+    def log_bytes(self) -> int:
+        """Of the segment that is being written; 0 without a log."""
+        return self._log.size if self._log is not None else 0
+
     # What the service calls
 
     def check_rule(self, name: str) -> None:
@@ -398,6 +407,7 @@ class Keeper:
                 error = ""
             except Exception as failure:
                 error = str(failure) or repr(failure)
+                self.failures += 1
                 if isinstance(failure, OSError):
                     error = f"{failure.strerror or failure} in {self.options.directory}"
                 if error != self._plan.failed:
@@ -446,7 +456,7 @@ class Keeper:
             self._save(job)
 
     def _save(self, job: _Job) -> None:
-        directory, broken = self._directory, False
+        directory, broken, begin = self._directory, False, time.monotonic()
         assert directory is not None
         self._generation += 1
         generation = self._generation
@@ -469,6 +479,8 @@ class Keeper:
             if job.store.job != manifest.job:  # some of it may be the next coordinator's: that has asked for another
                 raise UnavailableError("another coordinator took over while a generation was written")
             directory.commit(manifest)
+            self.saves.add(time.monotonic() - begin)
+            self.saved_bytes += data.size
             reach("ps.manifest.after")
         except BaseException:
             directory.give_up(generation)

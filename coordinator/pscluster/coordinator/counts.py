@@ -1,0 +1,64 @@
+"""What is counted of a job by its coordinator. See `pscluster.core.telemetry` for how."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pscluster.coordinator.scheduler import Task
+from pscluster.core.telemetry import Histogram
+from pscluster.core.telemetry.recording import MAX_FUNCTIONS
+
+_FEW = 16
+
+
+class Attempt(NamedTuple):
+    """One run of a function, from here. Times: seconds of `time.monotonic()`."""
+
+    function: int
+    name: str
+    number: int
+    worker: int
+    scheduled: float
+    sent: float
+    end: float
+    how: str  # "done", "failed", "failed, run again", "cancelled", or "lost" with its worker
+
+
+class CoordinatorCounts:
+    """Of one strategy.
+
+    Attributes:
+        dispatches: seconds from a function's schedule to its sending, of each time that it is sent.
+        retried_lost, retried_failed: functions that run again since their worker died, or since they raised or ran too
+            long.
+        lock_waits, lock_seconds: outcomes' waits for the lock of the queue, and how long they took.
+        checkpoints: seconds of each that was written.
+        checkpoint_pauses: seconds for which no function ran for one.
+        checkpoints_failed: those that could not be written.
+        checkpoint_bytes: of the last one.
+        checkpoint_at: when it was written, in seconds since 1970; 0: there is none.
+        attempts: the last ones, for the timeline.
+    """
+
+    def __init__(self) -> None:
+        self.dispatches = Histogram()
+        self.retried_lost = self.retried_failed = 0
+        self.lock_waits, self.lock_seconds = 0, 0.0
+        self.checkpoints, self.checkpoint_pauses = Histogram(), Histogram()
+        self.checkpoints_failed = self.checkpoint_bytes = 0
+        self.checkpoint_at = 0.0
+        self.attempts: deque[Attempt] = deque(maxlen=MAX_FUNCTIONS)
+
+    def sent(self, tasks: Sequence[Task[Any]], now: float) -> None:
+        """These were sent. Under the dispatcher's lock."""
+        if len(tasks) <= _FEW:
+            for task in tasks:
+                self.dispatches.add(now - task.since)
+        else:  # they were scheduled one behind the other
+            self.dispatches.add_falling(now - tasks[0].since, now - tasks[-1].since, len(tasks))
+
+    def remember(self, task: Task[Any], name: str, worker: int, end: float, how: str) -> None:
+        """Put a run of it on the record. Under the dispatcher's lock."""
+        self.attempts.append(Attempt(task.id, name, task.attempts, worker, task.since, task.sent, end, how))

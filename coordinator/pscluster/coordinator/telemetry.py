@@ -1,0 +1,81 @@
+"""The figures of a coordinator."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, ClassVar
+
+from pscluster.core.telemetry import Figure, Snapshot, Telemetry
+from pscluster.worker.telemetry import OF_CLIENTS
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.strategy import ParameterServerStrategy
+
+_OF_DISPATCH = (
+    Figure("queue_functions", "gauge", "functions that no worker has"),
+    Figure("queue_age_seconds", "gauge", "since the next of them was scheduled"),
+    Figure("functions_scheduled_total", "counter", "functions scheduled"),
+    Figure("functions_running", "gauge", "functions that workers have, those that wait there included"),
+    Figure("functions_done_total", "counter", "functions that have a result"),
+    Figure("functions_failed_total", "counter", "functions that have an error"),
+    Figure("functions_cancelled_total", "counter", "functions cancelled"),
+    Figure("worker_up", "gauge", "1 where the worker takes functions, else 0", ("worker",)),
+    Figure("worker_functions", "gauge", "functions that the worker has", ("worker",)),
+    Figure("worker_function_seconds", "gauge", "that a function takes there, smoothed", ("worker",)),
+    Figure("worker_outcomes_total", "counter", "functions that came back, also unbegun", ("worker",)),
+    Figure("worker_reconnects_total", "counter", "how often the worker was attached anew", ("worker",)),
+    Figure("server_up", "gauge", "1 where the server is in reach, else 0", ("server",)),
+    Figure("server_returns_total", "counter", "how often the server came back", ("server",)),
+)
+
+
+class CoordinatorTelemetry(Telemetry):
+    """See `figures`."""
+
+    role: ClassVar[str] = "coordinator"
+    figures = (
+        *_OF_DISPATCH,
+        Figure("functions_retried_total", "counter", "functions run again", ("why",)),
+        Figure("dispatch_seconds", "histogram", "from a function's schedule to its sending"),
+        Figure("lock_waits_total", "counter", "messages of workers that waited for the queue's lock"),
+        Figure("lock_wait_seconds_total", "counter", "how long they did"),
+        Figure("checkpoint_seconds", "histogram", "to write a checkpoint"),
+        Figure("checkpoint_pause_seconds", "histogram", "without functions for a checkpoint"),
+        Figure("checkpoints_failed_total", "counter", "checkpoints that were not written"),
+        Figure("checkpoint_bytes", "gauge", "of the last one"),
+        Figure("checkpoint_timestamp_seconds", "gauge", "when that was written, since 1970; 0: there is none"),
+        *OF_CLIENTS,
+    )
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        super().__init__()
+        self._strategy = weakref.ref(strategy)
+        self._nothing: Snapshot = {figure.name: {} if figure.labels else 0 for figure in _OF_DISPATCH}
+
+    def not_ready(self) -> str:
+        """Tasks that are missing, by name."""
+        strategy = self._strategy()
+        dispatcher = strategy.dispatcher if strategy is not None else None
+        if dispatcher is None:
+            return "the script has not made a ClusterCoordinator yet"
+        missing = dispatcher.missing()
+        return f"it waits for {', '.join(missing)}" if missing else ""
+
+    def own(self) -> Snapshot:
+        """From the strategy, its dispatcher and its client."""
+        strategy = self._strategy()
+        assert strategy is not None  # who asks holds it, or is closed with it
+        counts, dispatcher = strategy.counts, strategy.dispatcher
+        return {
+            **(self._nothing if dispatcher is None else dispatcher.figures()),
+            "functions_retried_total": {"worker lost": counts.retried_lost, "failed": counts.retried_failed},
+            "dispatch_seconds": counts.dispatches.plain(),
+            "lock_waits_total": counts.lock_waits,
+            "lock_wait_seconds_total": counts.lock_seconds,
+            "checkpoint_seconds": counts.checkpoints.plain(),
+            "checkpoint_pause_seconds": counts.checkpoint_pauses.plain(),
+            "checkpoints_failed_total": counts.checkpoints_failed,
+            "checkpoint_bytes": counts.checkpoint_bytes,
+            "checkpoint_timestamp_seconds": counts.checkpoint_at,
+            **strategy.client.counts.plain(),
+        }

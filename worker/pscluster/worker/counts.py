@@ -1,0 +1,68 @@
+"""What is counted of the functions of a worker. See `pscluster.core.telemetry` for how."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from pscluster.core.telemetry import Histogram
+from pscluster.core.telemetry.recording import Recording, Run
+from pscluster.v1 import worker_pb2
+
+_HOW = {
+    worker_pb2.Outcome.DONE: "done",
+    worker_pb2.Outcome.FAILED: "failed",
+    worker_pb2.Outcome.CANCELLED: "cancelled",
+}
+
+
+class WorkerCounts:
+    """Of all coordinators that it has worked for.
+
+    Attributes:
+        runs: seconds of each function that ran, its arguments' and result's coding not counted.
+        failed, cancelled: of those.
+        returned: functions that were given back and never began.
+        attachments: how often a coordinator took it.
+        data_seconds: for which functions waited for data.
+        idle_since: when it ran out of functions; 0: it has some.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.runs = Histogram()
+        self.failed = self.cancelled = self.returned = self.attachments = 0
+        self.data_seconds = 0.0
+        self.idle_since = 0.0
+        self.recording = recording
+        self._idle_seconds = 0.0
+
+    def waited_for_data(self, seconds: float) -> None:
+        """A function has."""
+        self.data_seconds += seconds
+
+    def not_idle(self) -> None:
+        """There is something to run, or nothing is waited for any more."""
+        if self.idle_since:
+            self._idle_seconds += time.monotonic() - self.idle_since
+            self.idle_since = 0.0
+
+    @property
+    def idle_seconds(self) -> float:
+        """For which it was attached, and had no function to run."""
+        since = self.idle_since
+        return self._idle_seconds + (time.monotonic() - since if since else 0.0)
+
+    def remember(
+        self,
+        step: worker_pb2.Step,
+        received: float,
+        begun: float,
+        ready: float,
+        seconds: float,
+        waited: float,
+        kind: worker_pb2.Outcome.Kind,
+    ) -> None:
+        """Put it on the record: it came, had its turn, had its arguments, and ran so many seconds."""
+        how, thread = _HOW.get(kind, ""), threading.current_thread().name
+        end = ready + seconds
+        self.recording.runs.append(Run(step.function, step.attempt, received, begun, ready, end, waited, how, thread))
