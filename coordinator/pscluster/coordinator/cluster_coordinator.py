@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
 import threading
 import time
 import types
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from pscluster.coordinator import timeline
 from pscluster.coordinator.checkpoints.manager import BARRIER_SECONDS
 from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.dispatch import Call, Dispatcher, ResourceRecipe, placeholder
@@ -22,6 +24,7 @@ from pscluster.coordinator.positions import Number, Positions
 from pscluster.coordinator.remote_value import RemoteValue
 from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.definitions import CapturedFunction, capture, class_definition, needs_definition
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.handles import Handle
@@ -253,6 +256,26 @@ class ClusterCoordinator:
         The log says it by itself when nothing has come back for a minute.
         """
         return self._dispatcher.explain()
+
+    @property
+    def telemetry(self) -> CoordinatorTelemetry:
+        """Figures of the job, for whoever looks on: `telemetry.snapshot()`."""
+        return self.strategy.telemetry
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write what the cluster did of the last functions, as a trace for https://ui.perfetto.dev: a row each.
+
+        The last 2,048 attempts at functions that ran for a millisecond or longer, and every sixteenth of the shorter
+        ones, are remembered all the time. Of a process that died since there is nothing but what others saw of it.
+
+        Args:
+            path: of the file: JSON in Chrome's trace event format. One that is there is written over.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        strategy = self.strategy
+        timeline.write(path, list(strategy.counts.attempts), timeline.collect(strategy.tasks, strategy.metadata))
 
     def done(self) -> bool:
         """Has every scheduled function ended? Raises as `join` does."""

@@ -208,7 +208,7 @@ class Dispatcher:
         worker_lease: float = math.inf,
         counts: CoordinatorCounts | None = None,
     ) -> None:
-        self.counts = counts or CoordinatorCounts()
+        self._counted = counts or CoordinatorCounts()
         self._loop = loop
         self._servers = list(servers)
         self._metadata = metadata
@@ -404,7 +404,7 @@ class Dispatcher:
         connection.send(position, [_step(task, task.attempts + 1) for task in tasks])
         now = time.monotonic()
         self._scheduler.give(index, tasks, position, now)
-        self.counts.sent(tasks, now)
+        self._counted.sent(tasks, now)
         link.heard, link.sent = now, position + len(tasks) - 1
         if full:
             self._changed.notify_all()
@@ -841,7 +841,7 @@ class Dispatcher:
             first = next(iter(self._scheduler.workers[index].limbo), None)
             if first is not None:
                 first.payload.deaths = (*first.payload.deaths, f"{link.peer} ({link.why})")
-                self.counts.remember(first, first.payload.function.name, index, time.monotonic(), "lost")
+                self._counted.remember(first, first.payload.function.name, index, time.monotonic(), "lost")
         reach("coordinator.close.before")
         try:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._servers))
@@ -859,7 +859,7 @@ class Dispatcher:
                     self._set_error(task, last, RemoteValueStatus.FAILED)
                 self._settle_cancelled(cancelled)
                 if first.state is State.QUEUED:
-                    self.counts.retried_lost += 1
+                    self._counted.retried_lost += 1
             self._changed.notify_all()
         reach("coordinator.retry.after")
         self._wake_hungry()
@@ -876,7 +876,7 @@ class Dispatcher:
                 now = time.monotonic()
                 tasks = [] if self._pauses else self._scheduler.take(index, now)
                 if tasks:
-                    self.counts.sent(tasks, now)
+                    self._counted.sent(tasks, now)
                 if full and tasks:
                     self._changed.notify_all()
                 link.hungry = not tasks
@@ -1012,7 +1012,7 @@ class Dispatcher:
         reach("coordinator.outcome.after")
 
     def _take_outcomes(self, index: int, outcomes: Sequence[tuple[Outcome, Sequence[Buffer]]]) -> None:
-        scheduler, counts, begin = self._scheduler, self.counts, time.monotonic()
+        scheduler, counts, begin = self._scheduler, self._counted, time.monotonic()
         returned: list[int] = []
         if not self._lock.acquire(blocking=False):
             self._lock.acquire()
@@ -1112,7 +1112,7 @@ class Dispatcher:
         if call.failures >= retries or self._scheduler.error is not None:
             return False
         call.failures += 1
-        self.counts.retried_failed += 1
+        self._counted.retried_failed += 1
         logger.warning("%s %s on %s: run again, %d of %d", call.function.name, what, peer, call.failures, retries)
         return True
 

@@ -73,21 +73,6 @@ METRICS_PORT_VARIABLE = "PSCLUSTER_METRICS_PORT"
 METRICS_HOST_VARIABLE = "PSCLUSTER_METRICS_HOST"
 
 
-class _MetricsPort(click.ParamType):
-    """A port, or "off"."""
-
-    name = "PORT|off"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        """None: off."""
-        if isinstance(value, int):
-            return value
-        try:
-            return metrics_port_of(str(value))
-        except ConfigurationError as error:
-            self.fail(str(error), param, ctx)
-
-
 def metrics_port_of(text: str) -> int | None:
     """The port that the text names, 0 for any free one; None for "off". ConfigurationError if it names neither."""
     if text == "off":
@@ -99,9 +84,10 @@ def metrics_port_of(text: str) -> int | None:
 
 metrics_port_option = click.option(
     "--metrics-port",
-    type=_MetricsPort(),
+    metavar="PORT|off",
+    callback=lambda _context, _option, value: metrics_port_of(value),
     envvar=METRICS_PORT_VARIABLE,
-    default=0,
+    default="0",
     show_default="0: any free one, which the log names",
     help=f"Where /metrics, /healthz and /readyz are served, or off. Or ${METRICS_PORT_VARIABLE}.",
 )
