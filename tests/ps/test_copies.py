@@ -25,6 +25,7 @@ from tests.ps.durable.support import (
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, StaleError, UnknownVariableError
 from pscluster.core.frames import pack, unpack
+from pscluster.ps.counts import ServiceCounts
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper
 from pscluster.ps.durable.plan import Durability
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
@@ -185,7 +186,7 @@ def test_the_service_saves_when_it_is_asked(tmp_path: Path, kind: Durability) ->
         declare(held, 1, np.arange(12.0).reshape(6, 2), (4, 6))
         keeper.save()
         role = ParameterServerRole.__new__(ParameterServerRole)
-        role.store, role.keeper, role.waiting = held, keeper, False
+        role.store, role.keeper, role.waiting, role.counts = held, keeper, False, ServiceCounts()
         service, context = ParameterServerService(role), OpenCall()
         request = ps_pb2.Request(create=copying(held, 1, 5), last=True)
         reply, _ = unpack(service.push(iter([pack(request)]), context), ps_pb2.Reply)  # type: ignore[arg-type]

@@ -400,9 +400,8 @@ class Dispatcher:
         if connection is None or not 0 < len(tasks) <= AT_ONCE or not all(self._is_ready(link, task) for task in tasks):
             return False
         full = self._scheduler.waiting >= self._max_queued
-        position = self._scheduler.place(index, len(tasks))
+        position, now = self._scheduler.place(index, len(tasks)), time.monotonic()
         connection.send(position, [_step(task, task.attempts + 1) for task in tasks])
-        now = time.monotonic()
         self._scheduler.give(index, tasks, position, now)
         self._counted.sent(tasks, now)
         link.heard, link.sent = now, position + len(tasks) - 1
@@ -1027,7 +1026,8 @@ class Dispatcher:
                     seconds = outcome.seconds
                     task = scheduler.finish(index, number, seconds)
                     if task is not None:
-                        if seconds >= SHORT_SECONDS or not number & (EACH - 1):  # as `is_remembered`
+                        # As `is_remembered`, but without a call.
+                        if seconds >= SHORT_SECONDS or not number & (EACH - 1) or task.attempts > 1:
                             counts.remember(task, task.payload.function.name, index, begin, "done")
                         self._visited(task.payload, outcome)
                         unblocked |= self._set_value(task, outcome, buffers)

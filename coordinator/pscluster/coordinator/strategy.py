@@ -184,6 +184,8 @@ class ParameterServerStrategy(Strategy):
             raise
         if self._server is not None:
             self._server.ready()
+        if self._metrics is not None:
+            self._metrics.tell()
         _open.add(self)
         # What was registered last runs first: the job is ended before the LocalCluster, made before it, is stopped.
         atexit.unregister(close_all)

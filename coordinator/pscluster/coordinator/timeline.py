@@ -186,18 +186,23 @@ def _add_run(
 ) -> None:
     """What a worker did of a function, within the attempt as the coordinator has seen it."""
     span, run = found
-    moved = span.within(there)
-    shift = worker.offset + moved.begin - span.begin
-    received, begin, ready, end = (each + shift for each in (run.received, run.begin, run.ready, run.end))
-    row, outer = run.function, moved
-    for what, part in (("waits", Span(received, begin)), ("arguments", Span(begin, ready))):
-        if part.end > part.begin:
-            trace.slice(what, part.within(outer), _STEPS, row)
-    running = Span(ready, end).within(outer)
+    moved, row = span.within(there), run.function
+    scale = (moved.end - moved.begin) / ((span.end - span.begin) or 1.0)
+
+    def here(begin: float, end: float) -> Span:
+        """Of the worker's times. All in proportion: what lay within something there does so here."""
+        return Span(*(moved.begin + (time - run.received) * scale for time in (begin, end)))
+
+    for what, begin, end in (("waits", run.received, run.begin), ("arguments", run.begin, run.ready)):
+        if end > begin:
+            trace.slice(what, here(begin, end), _STEPS, row)
+    running = here(run.ready, run.end)
     facts = {"thread": run.thread, "ended": run.how, "data_wait_ms": round(run.waited * 1e3, 3)}
     trace.slice("run", running, _STEPS, row, **facts)
-    trace.slice(name, running, _WORKERS, worker.peer.index + 1, function=run.function, **facts)
-    mine = [(Span(each.begin + shift, each.end + shift), each) for each in asked]
+    # By its clock alone: its functions ran one after the other.
+    ran = worker.span(run.ready, run.end)
+    trace.slice(name, ran, _WORKERS, worker.peer.index + 1, function=run.function, **facts)
+    mine = [(here(each.begin, each.end), each) for each in asked]
     inside = sorted((each for each in mine if running.begin <= each[0].begin <= running.end), key=lambda each: each[0])
     for call in _calls(inside):
         outer = Span(min(span.begin for span, _ in call), max(span.end for span, _ in call)).within(running)

@@ -219,9 +219,7 @@ def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer |
                 "or say --insecure"
             )
         logger.warning("serving metrics on %s without a token (--insecure): anybody who reaches it can read them", host)
-    server = MetricsServer(telemetry, host, port, options.token)
-    logger.info("metrics on http://%s/metrics", server.address)
-    return server
+    return MetricsServer(telemetry, host, port, options.token)
 
 
 class RoleServer:
@@ -281,6 +279,8 @@ class RoleServer:
     def ready(self) -> None:
         """From now on health checks say SERVING."""
         self._serving = True
+        if self._metrics is not None:
+            self._metrics.tell()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def leave(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from pscluster.core.telemetry import Histogram, Value
@@ -93,7 +94,7 @@ class ClientCounts:
         self.pushes = [Histogram() for _ in range(num_servers)]
         self.pulled_bytes = [0] * num_servers
         self.pushed_bytes = [0] * num_servers
-        self.reconnects = [0] * num_servers
+        self.reconnects = Counter[int]()
         self.recording = Recording()
 
     def plain(self) -> dict[str, Value]:
@@ -107,5 +108,5 @@ class ClientCounts:
             "push_seconds": {str(index): each.plain() for index, each in enumerate(self.pushes)},
             "pulled_bytes_total": by_server(self.pulled_bytes),
             "pushed_bytes_total": by_server(self.pushed_bytes),
-            "server_reconnects_total": by_server(self.reconnects),
+            "server_reconnects_total": by_server([self.reconnects[index] for index in range(len(self.pulls))]),
         }

@@ -11,6 +11,7 @@ longest is closed for the new one. So who is slow, or comes in thousands, costs 
 from __future__ import annotations
 
 import logging
+import selectors
 import socket
 import threading
 import time
@@ -129,6 +130,7 @@ class MetricsServer(HTTPServer):
     """
 
     request_queue_size = 128
+    timeout = 0  # of `handle_request`, which is called where there is a connection
 
     def __init__(self, telemetry: Telemetry, host: str, port: int, token: str | None = None) -> None:
         self.telemetry = telemetry
@@ -149,24 +151,44 @@ class MetricsServer(HTTPServer):
                 "free one), --metrics-host, or --metrics-port off"
             ) from None
         self.address = f"[{host}]:{self.server_port}" if ":" in host else f"{host}:{self.server_port}"
-        self._thread = threading.Thread(target=self.serve_forever, args=(_LOOK_SECONDS,), name="metrics", daemon=True)
+        # Not `serve_forever`: its end takes as long as one of its looks around.
+        self._over, self._ending = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            selector.register(self._over, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select(_LOOK_SECONDS if self._open else None)]
+                if self._over in ready:
+                    return
+                if ready:
+                    self.handle_request()
+                self._cut_late()
 
     def server_bind(self) -> None:
         """Without the base's look-up of the host's full name, which may take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.setblocking(False)  # to take a connection that has gone meanwhile is not to wait for the next
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def close(self) -> None:
         """End all connections, and the thread."""
-        self.shutdown()
+        self._ending.close()
+        self._thread.join()
+        self._over.close()
         self.server_close()
         with self._lock:
             for connection in self._open:
                 _cut(connection)
-        self._thread.join()
+
+    def tell(self) -> None:
+        """Log where it is. Not at its start: a role that can't be used is to say why, in one line."""
+        logger.info("metrics on http://%s/metrics", self.address)
 
     # What the handlers ask
 
@@ -244,7 +266,7 @@ class MetricsServer(HTTPServer):
                 self._waiting.pop(request, None)
             self.shutdown_request(request)
 
-    def service_actions(self) -> None:
+    def _cut_late(self) -> None:
         """Now and then: cut off who takes too long."""
         late = time.monotonic() - _SECONDS
         with self._lock:

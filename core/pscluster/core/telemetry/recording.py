@@ -1,7 +1,8 @@
 """What a role remembers of the last functions and requests, for a timeline; see `pscluster.coordinator.timeline`.
 
 Always on: a ring of tuples. Of functions shorter than `SHORT_SECONDS` every `EACH`-th is remembered, by its number, so
-that all roles remember the same ones; to remember all of them would cost a percent of what they cost themselves.
+that all roles remember the same ones, and those that run again; to remember all of them would cost a percent of what
+they cost themselves.
 
 Times are those of the process' `time.monotonic()`.
 """
@@ -64,9 +65,9 @@ class Served(NamedTuple):
     end: float
 
 
-def is_remembered(function: int, seconds: float) -> bool:
-    """Is a function with this number, which ran so long, one of those that are remembered?"""
-    return seconds >= SHORT_SECONDS or not function & (EACH - 1)
+def is_remembered(function: int, seconds: float, attempt: int) -> bool:
+    """Is a function with this number, which ran so long, for the n-th time, one of those that are remembered?"""
+    return seconds >= SHORT_SECONDS or not function & (EACH - 1) or attempt > 1
 
 
 class Recording:

@@ -1,0 +1,76 @@
+"""Figures: histograms, labels, and that every role gives what it says it does."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from pscluster.coordinator.telemetry import CoordinatorTelemetry
+from pscluster.core.telemetry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
+from pscluster.ps.telemetry import ServerTelemetry
+from pscluster.worker.telemetry import WorkerTelemetry
+
+ROLES: list[type[Telemetry]] = [CoordinatorTelemetry, ServerTelemetry, WorkerTelemetry]
+
+
+def test_a_histogram_counts_what_is_at_most_so_much() -> None:
+    """A value that is a bound belongs to it; the buckets add up, as Prometheus wants them."""
+    histogram = Histogram((1.0, 2.0, 4.0))
+    for value in (0.5, 1.0, 1.5, 4.0, 9.0):
+        histogram.add(value)
+    assert histogram.plain() == {"count": 5, "sum": 16.0, "buckets": {"1.0": 2, "2.0": 3, "4.0": 4, "+Inf": 5}}
+
+
+@pytest.mark.parametrize(("first", "last", "count"), [(0.9, 0.1, 50), (3.5, 0.5, 31), (9.0, 9.0, 1), (2.0, 1.0, 2)])
+def test_many_that_lie_between_two(first: float, last: float, count: int) -> None:
+    """Those that are added at once are counted as if each were added."""
+    at_once, one_by_one = Histogram((1.0, 2.0, 4.0)), Histogram((1.0, 2.0, 4.0))
+    at_once.add_falling(first, last, count)
+    for place in range(count):
+        one_by_one.add(first - (first - last) / max(count - 1, 1) * place)
+    assert at_once.counts == one_by_one.counts
+    assert at_once.total == pytest.approx(one_by_one.total)
+
+
+def test_labels_are_bounded_and_stay() -> None:
+    """Who has a label of its own keeps it, however many come; what is gone makes room."""
+    labels = Labels(2)
+    assert labels.choose(["a", "b", "c"]) == {"a": "a", "b": "b", "c": OTHER}
+    assert labels.choose(["c", "b", "a"]) == {"a": "a", "b": "b", "c": OTHER}
+    assert labels.choose(["c", "b"]) == {"b": "b", "c": "c"}
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.role)
+def test_names(role: type[Telemetry]) -> None:
+    """Names are Prometheus' kind, unique, end in what they count, and each has a sentence."""
+    names = [figure.name for figure in role.described()]
+    assert len(names) == len(set(names))
+    for figure in role.described():
+        assert re.fullmatch(r"[a-z][a-z_]*", figure.name)
+        assert (figure.kind == "counter") == figure.name.endswith("_total"), figure.name
+        assert figure.help
+        if figure.kind == "histogram":
+            assert figure.name.endswith(("_seconds", "_updates"))
+
+
+class OneRole(Telemetry):
+    """A role with one figure."""
+
+    role = "one"
+    figures = (Figure("things_total", "counter", "things", ("kind",)),)
+
+    def own(self) -> Snapshot:
+        return {"things_total": {"a": 1, 'quote " and \\ and\nline': 2}}
+
+
+def test_a_snapshot_has_what_is_described_and_json_can_hold_it() -> None:
+    """Every figure, those that all roles have included."""
+    snapshot = OneRole().snapshot()
+    assert set(snapshot) == {figure.name for figure in OneRole.described()}
+    assert json.loads(json.dumps(snapshot)) == snapshot
+    memory = snapshot["memory_bytes"]
+    assert isinstance(memory, int | float)
+    assert memory > 1 << 20
+    assert snapshot["ready"] == 0

@@ -1,0 +1,166 @@
+"""The server of the figures: who may ask, what is answered, and that a slow or hostile client costs only itself."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from tests.conftest import until
+from tests.telemetry.scraping import SECONDS, get, scrape
+from tests.telemetry.test_figures import OneRole
+
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.serving import RoleOptions, metrics_port_of, options_of_environ, serve_metrics
+from pscluster.core.telemetry import exposition
+from pscluster.core.telemetry.exposition import MetricsServer
+
+TOKEN = "correct-horse-battery-staple"
+
+
+@pytest.fixture
+def telemetry() -> OneRole:
+    """A role's."""
+    return OneRole()
+
+
+def threads() -> list[threading.Thread]:
+    """Those of servers of figures."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("metrics")]
+
+
+@pytest.fixture
+def server(telemetry: OneRole) -> Iterator[MetricsServer]:
+    """On loopback; nothing is left of it at its end."""
+    server = MetricsServer(telemetry, "127.0.0.1", 0, TOKEN)
+    yield server
+    server.close()
+    until(lambda: not threads(), "its threads have ended")
+    with pytest.raises(ConnectionRefusedError):
+        get(server.address, "/healthz")
+
+
+def test_what_is_served(server: MetricsServer, telemetry: OneRole) -> None:
+    """Figures under their full names with any text as a label; health, readiness with its reason, and nothing else."""
+    found = scrape(server.address)
+    assert found.value("pscluster_one_things_total", kind="a") == 1
+    assert found.labels("pscluster_one_things_total", "kind") == {"a", 'quote " and \\ and\nline'}
+    assert found.kinds["pscluster_one_memory_bytes"] == "gauge"
+    assert get(server.address, "/healthz") == (200, "the process lives\n")
+    assert get(server.address, "/readyz") == (503, "it is starting\n")
+    telemetry.ask_readiness(lambda: "")
+    assert get(server.address, "/readyz?verbose") == (200, "ready\n")
+    assert get(server.address, "/healthz", method="HEAD") == (200, "")
+    assert get(server.address, "/")[0] == 404
+    assert get(server.address, "/metrics", method="POST")[0] == 501
+    for path in ("/../../etc/passwd", "/metrics/" + "x" * 60_000):
+        assert get(server.address, path)[0] == 404
+
+
+def test_open_metrics(server: MetricsServer) -> None:
+    """Prometheus asks for that format first."""
+    status, text = get(server.address, "/metrics", {"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert status == 200
+    assert "pscluster_one_things" in {family.name for family in text_string_to_metric_families(text)}
+
+
+def test_another_sites_page_reads_nothing(server: MetricsServer) -> None:
+    """On loopback a browser that was led here under another name is refused."""
+    port = server.server_port
+    for host, status in ((f"localhost:{port}", 200), ("127.0.0.1", 200), (f"[::1]:{port}", 200), ("evil.test", 403)):
+        assert get(server.address, "/metrics", {"Host": host})[0] == status
+
+
+def test_off_loopback_the_token_is_asked_for(telemetry: OneRole) -> None:
+    """Everything but the token, as a Bearer, is refused, without a word of it."""
+    server = MetricsServer(telemetry, "0.0.0.0", 0, TOKEN)
+    try:
+        address = f"127.0.0.1:{server.server_port}"
+        wrong = ["", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer ", f"bearer {TOKEN}"]
+        for path in ("/metrics", "/healthz", "/readyz", "/nothing"):
+            for given in wrong:
+                status, text = get(address, path, {"Authorization": given} if given else {})
+                assert status == 401, given
+                assert TOKEN not in text
+        assert get(address, "/metrics", {"Authorization": f"Bearer {TOKEN}"})[0] == 200
+        assert get(address, "/metrics", {"Authorization": "Bearer \xe9"})[0] == 401
+    finally:
+        server.close()
+
+
+def test_refusals_to_serve(telemetry: OneRole, server: MetricsServer) -> None:
+    """A port in use, a host of another machine, and every interface without a token: each says what to do."""
+    cases = [
+        (RoleOptions(metrics_port=server.server_port), "can't serve metrics on 127.0.0.1:.*in use.*--metrics-port"),
+        (RoleOptions(metrics_host="192.0.2.1", token=TOKEN), "can't serve metrics on 192.0.2.1:0: .*--metrics-host"),
+        (RoleOptions(metrics_host="0.0.0.0"), "refusing to serve metrics on 0.0.0.0 without a cluster token"),
+    ]
+    for options, words in cases:
+        with pytest.raises(ConfigurationError, match=words):
+            serve_metrics(telemetry, options)
+    assert serve_metrics(telemetry, RoleOptions(metrics_port=None)) is None
+
+
+def test_ports() -> None:
+    """A number, or off; anything else is named. The environment says it for processes without a command line."""
+    assert metrics_port_of("off") is None
+    assert (metrics_port_of("0"), metrics_port_of("65535")) == (0, 65535)
+    for wrong in ("", "-1", "65536", "on", "80a", "\u0663"):
+        with pytest.raises(ConfigurationError, match=r"the port for metrics is .*give one from 1 to 65535, 0"):
+            metrics_port_of(wrong)
+    found = options_of_environ({"PSCLUSTER_METRICS_PORT": "9100", "PSCLUSTER_METRICS_HOST": "::1"})
+    assert (found.metrics_port, found.metrics_host, found.token) == (9100, "::1", None)
+    assert options_of_environ({}).metrics_port == 0
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x\r\nX: "])
+def test_many_that_say_nothing_keep_nobody_out(server: MetricsServer, sent: bytes) -> None:
+    """Hundreds of connections that never end their request: whoever asks in order is answered all the same."""
+    with ExitStack() as stack:
+        for number in range(300):
+            idle = stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port), timeout=SECONDS))
+            with suppress(OSError):
+                idle.sendall(sent)
+            if number % 50 == 0:
+                assert get(server.address, "/healthz")[0] == 200
+                assert len(threads()) <= 3 * exposition._CONNECTIONS
+        assert scrape(server.address).value("pscluster_one_things_total", kind="a") == 1
+
+
+def test_who_takes_too_long_is_cut_off(telemetry: OneRole, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sends a byte now and then, for ever, has the time that everybody has, in all."""
+    monkeypatch.setattr(exposition, "_SECONDS", 1.0)
+    server = MetricsServer(telemetry, "127.0.0.1", 0)
+    try:
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=0.05) as slow:
+
+            def is_cut() -> bool:
+                try:
+                    slow.sendall(b"G")
+                    return not slow.recv(1)
+                except TimeoutError:
+                    return False
+                except OSError:
+                    return True
+
+            until(is_cut, "it is cut off")
+        assert get(server.address, "/healthz")[0] == 200
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"\x16\x03\x01\x02\x00" * 100, b"\0" * 70_000, b"GET\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\n"]
+)
+def test_rubbish(server: MetricsServer, rubbish: bytes) -> None:
+    """What is no request costs its sender the connection, and nobody else anything."""
+    place = "127.0.0.1", server.server_port
+    with socket.create_connection(place, timeout=SECONDS) as stranger, suppress(OSError):
+        stranger.sendall(rubbish)
+        stranger.shutdown(socket.SHUT_WR)
+        while stranger.recv(1 << 16):
+            pass
+    assert get(server.address, "/healthz")[0] == 200

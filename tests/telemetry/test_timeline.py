@@ -1,0 +1,187 @@
+"""The timeline: a row a function, in which what was done where lies within what it was done for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.faults.steps import die_once
+from tests.faults.support import running_job
+
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, Variable
+from pscluster.coordinator.counts import Attempt
+from pscluster.coordinator.timeline import Recorded, Span, events_of, together
+from pscluster.core.channels import PeerAddress
+from pscluster.core.telemetry.recording import EACH, MAX_FUNCTIONS
+from pscluster.v1 import node_pb2
+
+Event = dict[str, Any]
+STEPS, WORKERS = 1, 2
+
+
+def nested(events: Sequence[Event]) -> dict[tuple[int, int], list[tuple[int, Event]]]:
+    """By process and row: depth and slice, in order. AssertionError where two of a row overlap and neither holds the
+    other, or something comes before the beginning."""
+    rows: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        assert set(event) >= {"ph", "name", "pid", "tid"}
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 or event["pid"] == WORKERS
+            assert event["dur"] >= 0
+            rows[event["pid"], event["tid"]].append(event)
+    found: dict[tuple[int, int], list[tuple[int, Event]]] = {}
+    for row, mine in rows.items():
+        mine.sort(key=lambda event: (event["ts"], -event["dur"]))
+        open_until: list[float] = []
+        found[row] = []
+        for event in mine:
+            end = event["ts"] + event["dur"]
+            while open_until and open_until[-1] <= event["ts"] + 1e-6:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-6, f"{event} does not nest"
+            found[row].append((len(open_until), event))
+            open_until.append(end)
+    return found
+
+
+def test_a_step_is_a_row(sharding_strategy: ParameterServerStrategy, tmp_path: Path) -> None:
+    """From the queue to the servers: each part lies within the one that caused it, and takes what it has to."""
+    strategy, coordinator = sharding_strategy, ClusterCoordinator(sharding_strategy)
+    with strategy.scope():
+        small = Variable(np.zeros((90, 10), np.float32), name="small")
+        large = Variable(np.zeros((6 << 10, 512), np.float32), name="large")  # streams of its own
+    data = iter(coordinator.create_per_worker_dataset(lambda: iter(slow_numbers())))
+
+    def step(numbers: Any) -> None:
+        next(numbers)
+        strategy.read([small])
+        small.assign_add(np.ones((90, 10), np.float32))
+        time.sleep(0.002)
+
+    def heavy() -> None:
+        large.assign_add(np.ones((6 << 10, 512), np.float32))
+        strategy.read([large])
+
+    for _ in range(30):
+        coordinator.schedule(step, args=(data,))
+    for _ in range(3):
+        coordinator.schedule(heavy)
+    coordinator.join()
+    coordinator.timeline(tmp_path / "run.json")
+    trace = json.loads((tmp_path / "run.json").read_text())
+    assert trace["otherData"] == {"missing": {}}
+    rows = nested(trace["traceEvents"])
+    steps = {row: events for (process, row), events in rows.items() if process == STEPS}
+    assert len(steps) == 33
+    names = {event["args"].get("name") for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert {"steps", "workers", "step 1"} <= names
+    for row, events in steps.items():
+        depths = {event["name"]: depth for depth, event in events}
+        first = events[0][1]
+        assert first["args"] == {"function": row, "attempts": 1, "ended": "done"}
+        assert depths["queue"] == 1
+        assert depths["run"] == 2
+        requests = [event for _, event in events if event["name"] in ("pull", "push")]
+        assert {event["name"] for event in requests} == {"pull", "push"}
+        assert all(request["ms"] >= 0 for event in requests for request in event["args"]["requests"])
+        servers = [(depth, event) for depth, event in events if event["name"].startswith("ps ")]
+        assert {depth for depth, _ in servers} == {4}
+        assert {name for _, event in servers for name in event["name"].split(" + ")} == {"ps 0", "ps 1"}
+        run = next(event for _, event in events if event["name"] == "run")
+        assert run["args"]["ended"] == "done"
+        if first["name"].endswith("step"):
+            assert run["dur"] >= 2000  # microseconds
+            assert run["args"]["data_wait_ms"] >= 1
+    assert sum(len(events) for (process, _), events in rows.items() if process == WORKERS) == 33
+
+
+def slow_numbers() -> Any:
+    """Data that is waited for."""
+    for number in range(1000):
+        time.sleep(0.001)
+        yield number
+
+
+def test_a_step_whose_worker_was_killed_shows_both_attempts(tmp_path: Path) -> None:
+    """The one that was lost with its worker, and the one that ended; with one task dead the rest is there."""
+    with running_job(num_workers=2) as job:
+
+        def step(folder: str) -> None:
+            die_once(folder, "killed")
+
+        value = job.coordinator.schedule(step, args=(job.folder,))
+        job.join()
+        assert value.fetch() is None
+        job.coordinator.timeline(tmp_path / "run.json")
+    rows = nested(json.loads((tmp_path / "run.json").read_text())["traceEvents"])
+    attempts = [event for _, event in rows[STEPS, 1] if event["name"].startswith("worker ")]
+    assert [event["args"] for event in attempts] == [
+        {"attempt": 1, "ended": "lost"},
+        {"attempt": 2, "ended": "done"},
+    ]
+    assert [event["name"] for _, event in rows[STEPS, 1] if event["name"] == "run"] == ["run"]
+
+
+def test_short_functions_are_sampled_and_the_ring_is_bounded(strategy: ParameterServerStrategy, tmp_path: Path) -> None:
+    """Of a great many only the last are kept, and of those that take nothing some."""
+    coordinator = ClusterCoordinator(strategy)
+    for _ in range(4000):
+        coordinator.schedule(int)
+    coordinator.join()
+    coordinator.timeline(tmp_path / "run.json")
+    rows = nested(json.loads((tmp_path / "run.json").read_text())["traceEvents"])
+    steps = [row for process, row in rows if process == STEPS]
+    assert set(range(EACH, 4001, EACH)) <= set(steps)
+    assert len(steps) <= MAX_FUNCTIONS
+
+
+def test_a_file_that_can_not_be_written(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
+    """Is an OSError, as of any file."""
+    with pytest.raises(FileNotFoundError):
+        coordinator.timeline(tmp_path / "nowhere" / "run.json")
+
+
+def test_which_servers_worked_at_the_same_time() -> None:
+    """Spans that overlap become ones that do not, and together cover the same."""
+    parts = [(0, Span(1, 4)), (1, Span(2, 6)), (2, Span(7, 8))]
+    assert list(together(parts)) == [
+        ("ps 0", Span(1, 2)),
+        ("ps 0 + ps 1", Span(2, 4)),
+        ("ps 1", Span(4, 6)),
+        ("ps 2", Span(7, 8)),
+    ]
+
+
+@pytest.mark.parametrize("error", [-0.004, 0.0, 0.004])
+def test_clocks_that_are_not_quite_known(error: float) -> None:
+    """An offset that is a little wrong moves what happened elsewhere; it still lies within its cause."""
+    worker, server = PeerAddress("worker", 0, "a:1"), PeerAddress("ps", 0, "b:1")
+    run = node_pb2.Recorded.Run(
+        function=1, attempt=1, received=105.0, begin=105.01, ready=105.02, end=105.5, how="done"
+    )
+    asked = node_pb2.Recorded.Asked(function=1, what="pull", session="s", nth=1, begin=105.1, end=105.2)
+    served = node_pb2.Recorded.Served(session="s", nth=1, what="pull", begin=55.101, end=55.199)
+    events = events_of(
+        [Attempt(1, "step", 1, 0, 4.0, 4.999, 5.501, "done")],
+        [
+            Recorded(worker, runs=[run], asked=[asked], offset=-100.0 + error),
+            Recorded(server, served=[served], offset=-50.0 - error),
+        ],
+    )
+    names = [(depth, event["name"]) for depth, event in nested(events)[STEPS, 1]]
+    assert names == [
+        (0, "step"),
+        (1, "queue"),
+        (1, "worker 0"),
+        (2, "waits"),
+        (2, "arguments"),
+        (2, "run"),
+        (3, "pull"),
+        (4, "ps 0"),
+    ]
