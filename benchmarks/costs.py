@@ -11,6 +11,8 @@ import os
 import re
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +31,7 @@ from pscluster.coordinator import (
     ParameterServerStrategy,
     Variable,
 )
+from pscluster.coordinator.status import ask
 
 MIB = 1 << 20
 QUEUE_SECONDS = 240.0  # bounds the functions that hold the workers while the queue fills
@@ -377,6 +380,92 @@ def packing(steps: int, rounds: int) -> dict[str, float]:
         return {name: statistics.median(rates) for name, rates in found.items()}
 
 
+_SCRAPER = """
+import sys, time, urllib.request
+while True:
+    begin = time.monotonic()
+    for address in sys.argv[1:]:
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read()
+    time.sleep(max(1 - (time.monotonic() - begin), 0))
+"""
+
+
+@contextlib.contextmanager
+def _watched(strategy: ParameterServerStrategy) -> Iterator[None]:
+    """Somebody asks all roles for their figures, once a second."""
+    addresses = [strategy.metrics_address]
+    for peer in strategy.tasks:
+        reply = ask(peer, strategy.metadata)
+        assert not isinstance(reply, str), reply
+        addresses.append(reply.metrics_address)
+    with subprocess.Popen([sys.executable, "-S", "-c", _SCRAPER, *addresses]) as scraper:
+        try:
+            yield
+            assert scraper.poll() is None, "the scraper has ended"
+        finally:
+            scraper.kill()
+
+
+def telemetry(n: int, mib: int, reads: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Empty functions a second, and bytes read and pushed, with the figures served and scraped, and without.
+
+    Two clusters, asked in turn. What is counted is counted in both: for that compare with an older commit.
+    """
+
+    def push(variable: Variable) -> None:
+        ones = np.ones((mib << 10, 256), np.float32)
+        for _ in range(reads):
+            variable.assign_add(ones)
+
+    def pull(strategy: Any, variable: Variable) -> None:
+        for _ in range(reads):
+            strategy.read([variable])
+
+    def ways(coordinator: ClusterCoordinator, strategy: ParameterServerStrategy) -> dict[str, Callable[[], None]]:
+        with strategy.scope():
+            variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
+
+        def many(function: Callable[..., None], count: int, *arguments: Any) -> Callable[[], None]:
+            def work() -> None:
+                for _ in range(count):
+                    coordinator.schedule(function, args=arguments)
+                coordinator.join()
+
+            return work
+
+        return {
+            "functions": many(_nothing, n),
+            "pull": many(pull, 2, strategy, variable),
+            "push": many(push, 2, variable),
+        }
+
+    with contextlib.ExitStack() as stack:
+        clusters: dict[str, dict[str, Callable[[], None]]] = {}
+        for name, port in (("on", "0"), ("off", "off")):
+            os.environ["PSCLUSTER_METRICS_PORT"] = port
+            _, strategy, coordinator = stack.enter_context(cluster_of(2, 2))
+            clusters[name] = ways(coordinator, strategy)
+            if name == "on":
+                stack.enter_context(_watched(strategy))
+        found: dict[str, dict[str, list[float]]] = {
+            what: {name: [] for name in clusters} for what in ("functions", "pull", "push")
+        }
+        for number in range(rounds + 1):
+            for what, times in found.items():
+                amount = n if what == "functions" else 2 * reads * mib * MIB
+                for name in sorted(clusters, reverse=bool(number % 2)):
+                    rate = amount / timed(clusters[name][what])
+                    if number:
+                        times[name].append(rate)
+        return {
+            what: {
+                **{name: statistics.median(rates) for name, rates in times.items()},
+                "ratio": statistics.median(on / off for on, off in zip(times["on"], times["off"], strict=True)),
+            }
+            for what, times in found.items()
+        }
+
+
 def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
     """Nothing to start: each question does."""
     handlers: list[Callable[..., Any]] = [
@@ -391,6 +480,7 @@ def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
         healing,
         data_path,
         packing,
+        telemetry,
     ]
     return {handler.__name__: handler for handler in handlers}, {}
 

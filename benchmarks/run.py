@@ -480,8 +480,29 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             {"in turn": {"steps": 8000 if quick else 32_000, "rounds": 3 if quick else 9}},
             packed,
         )
+    if wanted("cost-telemetry"):
+
+        def nothing(answers: dict[str, dict[str, dict[str, float]]]) -> tuple[str, bool]:
+            (rates,) = answers.values()
+            shown = [
+                f"functions {rates['functions']['on']:,.0f}/s with, {rates['functions']['off']:,.0f}/s without",
+                *(f"{what} {rates[what]['on'] / GIB:.2f} and {rates[what]['off'] / GIB:.2f} GiB/s" for what in MOVES),
+            ]
+            ratios = ", ".join(f"{each['ratio']:.3f}" for each in rates.values())
+            return f"{'; '.join(shown)}; {ratios} x (medians of the rounds' ratios)", (
+                min(each["ratio"] for each in rates.values()) >= 0.98
+            )
+
+        bench.cost(
+            "metrics that are served, and scraped every second",
+            "0.98 x of none",
+            "telemetry",
+            {"": {"n": 10_000 if quick else 20_000, "mib": 40, "reads": 6, "rounds": 5 if quick else 21}},
+            nothing,
+        )
 
 
+MOVES = ("pull", "push")
 COSTS = (
     "cost-workers",
     "cost-queue",
@@ -494,6 +515,7 @@ COSTS = (
     "cost-healing",
     "cost-data",
     "cost-packing",
+    "cost-telemetry",
 )
 
 

@@ -29,7 +29,8 @@ from tests.conftest import is_gone
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, errors
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["docs/variables.md", "docs/optimizers.md", "docs/checkpoints.md", "docs/datasets.md", "docs/training.md"]
+NAMES = ("variables", "optimizers", "checkpoints", "datasets", "training", "observability")
+DOCUMENTS = [f"docs/{name}.md" for name in NAMES]
 TABLE = "| call | error | message |"
 
 RESULT = re.compile(r"# -> (.+)$")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,22 @@ def test_names(role: type[Telemetry]) -> None:
         assert figure.help
         if figure.kind == "histogram":
             assert figure.name.endswith(("_seconds", "_updates"))
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.role)
+def test_the_document_has_them(role: type[Telemetry]) -> None:
+    """docs/observability.md names every figure of each role, with its labels and what it is, and no other."""
+    text = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
+    for figures, title in (
+        (role.figures, f"`pscluster_{role.role}_`"),
+        (role.described()[len(role.figures) :], "role"),
+    ):
+        (section,) = re.findall(rf"^### .*{title}\n(.*?)(?=^#|^Where)", text, re.MULTILINE | re.DOTALL)
+        rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+        kinds = {"histogram": " (histogram)"}
+        assert rows == [
+            [f"| `{each.name}`", ", ".join(each.labels), f"{each.help}{kinds.get(each.kind, '')} |"] for each in figures
+        ]
 
 
 class OneRole(Telemetry):

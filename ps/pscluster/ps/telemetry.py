@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from pscluster.core.telemetry import Figure, Labels, Snapshot, Telemetry
+from pscluster.core.telemetry import OTHER, Figure, Labels, Snapshot, Telemetry
 from pscluster.ps.budget import Budget
 from pscluster.ps.counts import VariableCounts
 from pscluster.ps.service import ParameterServerRole
@@ -72,9 +72,12 @@ class ServerTelemetry(Telemetry):
         traffic = sorted(store.traffic(), key=lambda each: (each[0].startswith(PINNED), -each[1]))
         labels = self._labels.choose([name for name, _, _ in traffic if not name.startswith(PINNED)])
         sizes: dict[str, float] = {}
+        lost: dict[str, float] = {}
+        for name, count in store.lost.items():
+            lost[labels.get(name, OTHER)] = lost.get(labels.get(name, OTHER), 0) + count
         by_figure: dict[str, dict[str, float]] = {name: {} for name in _OF_VARIABLES}
         for name, nbytes, counted in traffic:
-            label = labels.get(name, "other")
+            label = labels.get(name, OTHER)
             sizes[label] = sizes.get(label, 0) + nbytes
             for figure, (_, value) in _OF_VARIABLES.items():
                 by_figure[figure][label] = by_figure[figure].get(label, 0) + value(counted)
@@ -87,7 +90,7 @@ class ServerTelemetry(Telemetry):
             "update_staleness_updates": store.counts.staleness.plain(),
             "updates_duplicate_total": store.counts.duplicates,
             "updates_remembered": store.remembered,
-            "updates_lost": {labels.get(name, "other"): lost for name, lost in store.lost.items()},
+            "updates_lost": lost,
             "lock_waits_total": store.counts.lock_waits,
             "lock_wait_seconds_total": store.counts.lock_seconds,
             "in_flight_bytes": self._budget.used,
