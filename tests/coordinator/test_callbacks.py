@@ -129,7 +129,7 @@ def test_a_loop_of_ones_own(
         losses = []
         for batch, value in enumerate(values):
             calls.on_train_batch_begin(batch)
-            _, _, names, rows = value.fetch(PATIENCE)
+            _, _, _, names, rows = value.fetch(PATIENCE)
             calls.on_train_batch_end(batch, dict(zip(names, rows[0], strict=True)))
             losses.append(float(rows[0, 0]))
         assert (calls.training.epoch, calls.training.steps) == (epoch, STEPS)
