@@ -141,7 +141,7 @@ class Run:
             stdin=subprocess.PIPE,  # its end stops the job
             stdout=subprocess.PIPE,
             text=True,
-            env=child_environ(env, self.cluster.tf_config("chief", 0), self.cluster.token),
+            env=child_environ(env, self.cluster.tf_config("chief", 0), self.cluster.token, self.cluster.tls_folder),
             start_new_session=True,  # Ctrl-C comes to this process alone
         )
         threads = [threading.Thread(target=self._listen)]

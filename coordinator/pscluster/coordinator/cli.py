@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -36,6 +37,22 @@ class _Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         return name, command.load() if isinstance(command, _Elsewhere) else command, rest
+
+
+def credentials_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Click options of what asks the roles of a cluster."""
+    for option in (
+        click.option("--insecure", is_flag=True, help="Send the token in plain text, too. Or $PSCLUSTER_INSECURE=1."),
+        click.option(
+            "--tls",
+            "tls_folder",
+            type=click.Path(path_type=Path),
+            help="Folder with certificates, as the roles have it. Or $PSCLUSTER_TLS.",
+        ),
+        click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token."),
+    ):
+        command = option(command)
+    return command
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -107,26 +124,30 @@ def run_command(
 
 @cli.command("health")
 @click.argument("address")
-@click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token.")
-def health_command(address: str, token_file: Path | None) -> None:
+@credentials_options
+def health_command(address: str, token_file: Path | None, tls_folder: Path | None, insecure: bool) -> None:
     """Ask the role at ADDRESS (HOST:PORT) whether it serves. Exit code 0: yes, 1: no."""
     from pscluster.coordinator.health import is_healthy
     from pscluster.core.cluster import split_address
+    from pscluster.core.tls import INSECURE_VARIABLE, check_plain, is_set, load_tls
     from pscluster.core.tokens import call_metadata, load_token
 
     split_address(address)
-    healthy, sentence = is_healthy(address, call_metadata(load_token(token_file)))
+    token, tls = load_token(token_file), load_tls("tool", tls_folder)
+    check_plain(address, address, token, tls, insecure=insecure or is_set(INSECURE_VARIABLE))
+    healthy, sentence = is_healthy(address, call_metadata(token), tls=tls)
     click.echo(sentence)
     sys.exit(0 if healthy else 1)
 
 
 @cli.command("status")
-@click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token.")
-def status_command(token_file: Path | None) -> None:
+@credentials_options
+def status_command(token_file: Path | None, tls_folder: Path | None, insecure: bool) -> None:
     """Print the state of every task of the cluster in TF_CONFIG. Exit code 0: all answer."""
     from pscluster.coordinator.status import status_table
     from pscluster.core.cluster import TFConfig
-    from pscluster.core.tokens import call_metadata, load_token
+    from pscluster.core.tls import INSECURE_VARIABLE, is_set, load_tls
+    from pscluster.core.tokens import load_token
 
     cluster = TFConfig.from_environ().cluster
     if not cluster:
@@ -134,7 +155,12 @@ def status_command(token_file: Path | None) -> None:
             "TF_CONFIG names no cluster to ask; set it to the one the roles were started with, such as "
             '{"cluster": {"ps": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"]}}'
         )
-    table, everyone = status_table(cluster, call_metadata(load_token(token_file)))
+    table, everyone = status_table(
+        cluster,
+        load_token(token_file),
+        load_tls("tool", tls_folder),
+        insecure=insecure or is_set(INSECURE_VARIABLE),
+    )
     click.echo(table)
     sys.exit(0 if everyone else 1)
 
@@ -149,6 +175,34 @@ def token_command(path: Path | None) -> None:
         click.echo(new_token())
     else:
         create_token_file(path)
+
+
+@cli.command("certs")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--host", "hosts", multiple=True, metavar="NAME|IP", help="By which roles are reached; may be repeated.")
+@click.option(
+    "--days",
+    default=365.0,
+    show_default=True,
+    type=click.FloatRange(0, 36_500, min_open=True),
+    help="They are good for.",
+)
+@click.option("--renew", is_flag=True, help="New certificates of the CA in DIR for the keys and hosts there.")
+def certs_command(folder: Path, hosts: tuple[str, ...], days: float, renew: bool) -> None:
+    """Make a CA in DIR, and a folder with a certificate and a key for each role: DIR/ps, worker, coordinator and tool.
+
+    They are good for localhost, the hosts of the cluster in TF_CONFIG, if it is set, and each --host.
+    """
+    from pscluster.core.certificates import hosts_of, make_certificates, renew_certificates
+    from pscluster.core.cluster import TFConfig
+
+    if renew:
+        renew_certificates(folder, hosts, days)
+    elif not make_certificates(folder, hosts, hosts_of(TFConfig.from_environ().cluster), days):
+        raise ConfigurationError(
+            f"there are certificates in {folder}, which stay as they are: say --renew for new ones of the same CA, or "
+            "name another folder"
+        )
 
 
 @cli.group("checkpoint")

@@ -34,7 +34,7 @@ import tenacity
 
 from pscluster.coordinator.counts import CoordinatorCounts
 from pscluster.coordinator.distributed import DataPart
-from pscluster.coordinator.links import LOST_CONNECTION, PsLink, WorkerConnection, end_job, why_lost
+from pscluster.coordinator.links import LOST_CONNECTION, Distrust, PsLink, WorkerConnection, end_job, why_lost
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduler import Scheduler, State, Task
 from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
@@ -772,6 +772,7 @@ class Dispatcher:
             retry=tenacity.retry_if_exception_type(UnavailableError),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=2.0),
         )
+        distrust = Distrust(link.peer)
         async for attempt in retrying:
             with attempt:
                 connection = WorkerConnection(link.peer, self._metadata, functools.partial(self._take, index))
@@ -782,10 +783,13 @@ class Dispatcher:
                     await connection.attach(self._attach)
                     await self._build_resources(link, connection)
                 except (*LOST_CONNECTION, PsClusterError) as error:
-                    link.why = str(why_lost(error, "it"))
+                    failure = why_lost(error, "it")
+                    link.why = str(failure)
                     await connection.close()
                     if connection.incarnation:
                         await self._give_up(index, connection.incarnation)
+                    await distrust.look(failure)
+                    link.why = distrust.why or link.why
                     # Refusals, too, may pass: another coordinator's job ends, a token file is put right.
                     raise UnavailableError(link.why) from None
         return connection

@@ -7,22 +7,25 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pscluster.core.channels import explain, open_channel
 from pscluster.core.errors import RETRYABLE, from_rpc
+from pscluster.core.tls import Tls
 
 ASK_SECONDS = 3.0
 
 Metadata = tuple[tuple[str, str], ...]
 
 
-def is_healthy(address: str, metadata: Metadata, timeout: float = ASK_SECONDS) -> tuple[bool, str]:
+def is_healthy(
+    address: str, metadata: Metadata, timeout: float = ASK_SECONDS, tls: Tls | None = None
+) -> tuple[bool, str]:
     """The standard gRPC health check: whether it says SERVING, and a sentence."""
-    with open_channel(address) as channel:
+    with open_channel(address, tls) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout, metadata=metadata
             )
         except grpc.RpcError as error:
             if error.code() in RETRYABLE:
-                return False, f"{address} does not answer: {explain(address)}"
+                return False, f"{address} does not answer: {explain(address, tls)}"
             return False, str(from_rpc(error, address))
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
     return reply.status == health_pb2.HealthCheckResponse.SERVING, f"{address} is {name}"

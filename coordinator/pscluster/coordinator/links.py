@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 import tenacity
 
-from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress, open_channel
+from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_aio_channel, open_channel, why_untrusted
 from pscluster.core.errors import (
     BusyError,
     PsClusterError,
@@ -65,8 +65,21 @@ def why_lost(error: BaseException, peer: str) -> PsClusterError:
     return UnavailableError(f"the connection to {peer} has ended: {error}")
 
 
-def _open(peer: PeerAddress) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(peer.address, options=CHANNEL_OPTIONS)
+class Distrust:
+    """Why two sides whose connection was good once can't trust each other any more: a certificate has expired."""
+
+    def __init__(self, peer: PeerAddress) -> None:
+        self._peer = peer
+        self.why = ""
+
+    async def look(self, failure: PsClusterError) -> None:
+        """Log what it is, once: it is waited for that somebody mends it."""
+        if self._peer.tls is None or not isinstance(failure, UnavailableError):
+            return
+        why = str(await asyncio.to_thread(why_untrusted, self._peer) or "")
+        if why and why != self.why:
+            logger.error("%s", why)
+        self.why = why
 
 
 class PsLink:
@@ -95,9 +108,12 @@ class PsLink:
         self._declare_again = declare_again
         self._closed: list[int] = []  # incarnations; what a server that comes back has to know before it serves
         self._finished = IntervalSet()
-        self._channel = _open(peer)
+        self._channel = open_aio_channel(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
         self._ps = Stub(self._channel, PS_SERVICE)
+        self._generation = 0 if peer.tls is None else peer.tls.generation
+        self._old_channels: list[grpc.aio.Channel] = []
+        self._distrust = Distrust(peer)
         self._attached: Any = None
         self._watching: asyncio.Task[PSUnavailableError] | None = None
         self.over = False  # the job is being ended: that the server goes is no news
@@ -106,6 +122,7 @@ class PsLink:
 
     async def attach(self) -> None:
         """Take the server for this job. BusyError while another coordinator holds it."""
+        self._renew()
         request = node_pb2.AttachRequest()
         request.CopyFrom(self._request)
         request.holding = self.holding
@@ -118,12 +135,23 @@ class PsLink:
             event = await call.read()
         except grpc.RpcError as error:
             # Not by way of a variable: the error and this frame would hold each other, 20 KiB at every attempt.
-            raise self._why(from_rpc(error, str(self.peer))) from None
+            failure = from_rpc(error, str(self.peer))
+            await self._distrust.look(failure)
+            raise self._why(failure) from None
         if event is grpc.aio.EOF:
             raise UnavailableError(f"{self.peer} ended the attachment")
         if event.missing_rules:
             await self._declare_again(self.peer.index, event.missing_rules)
         self._attached, self.holding, self.restored = call, event.incarnation, event.restored
+
+    def _renew(self) -> None:
+        """With a renewed certificate comes a channel of its own: the one there is would dial with the old for ever."""
+        if self.peer.tls is not None and self.peer.tls.look_again() != self._generation:
+            self._generation = self.peer.tls.generation
+            self._old_channels.append(self._channel)  # closed in the end: calls on it may be under way
+            self._channel = open_aio_channel(self.peer)
+            self._node = Stub(self._channel, NODE_SERVICE)
+            self._ps = Stub(self._channel, PS_SERVICE)
 
     def _why(self, failure: PsClusterError) -> PsClusterError:
         if isinstance(failure, StaleError):
@@ -168,7 +196,9 @@ class PsLink:
                 why = error.last_attempt.exception() if isinstance(error, tenacity.RetryError) else error
                 if isinstance(why, PSUnavailableError):
                     return why
-                return PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {why}")
+                return PSUnavailableError(
+                    f"{self.peer} is lost, and with it its shards of all variables: {self._distrust.why or why}"
+                )
             took, self.gone_since = time.monotonic() - gone, 0.0
             self.returns += 1
             if self.restored:
@@ -199,7 +229,8 @@ class PsLink:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait((self._watching,))
-        await self._channel.close()
+        for channel in (*self._old_channels, self._channel):
+            await channel.close()
 
     async def _repeated(self, call: Callable[[], Awaitable[Any]]) -> None:
         try:
@@ -227,7 +258,7 @@ class PsLink:
 async def end_job(peer: PeerAddress, job: int, reason: str, metadata: Metadata) -> None:
     """Tell a role that the job is over, on a connection of its own: the ones in use may be broken."""
     request = node_pb2.EndJobRequest(job=job, reason=reason)
-    async with _open(peer) as channel:
+    async with open_aio_channel(peer) as channel:
         node, until = Stub(channel, NODE_SERVICE), time.monotonic() + _END_SECONDS
         try:
             # A role that did not hear of it keeps what it holds, and waits. One that is gone fails at once each time.
@@ -264,14 +295,14 @@ class WorkerConnection:
         self.peer = peer
         self._metadata = metadata
         self._take = take
-        self._channel = _open(peer)
+        self._channel = open_aio_channel(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
         self._worker = Stub(self._channel, WORKER_SERVICE)
         # Of its own: behind megabytes of arguments that a slow link has still to carry, no question would be answered.
-        self._heart = _open(peer)
+        self._heart = open_aio_channel(peer)
         self._attached: Any = None
         self._unloaded = _UNLOADED_SECONDS
-        self._steps_channel = open_channel(peer.address)
+        self._steps_channel = open_channel(peer.address, peer.tls)
         self._results = Stub(self._steps_channel, WORKER_SERVICE)
         self._stream: Stream | None = None
         loop = asyncio.get_running_loop()

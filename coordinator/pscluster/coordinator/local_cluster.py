@@ -67,15 +67,16 @@ from pscluster.coordinator.supervisor import (
     Tick,
     task_name,
 )
-from pscluster.core.cluster import ClusterResolver, ClusterSpec, Task, TFConfig
+from pscluster.core.cluster import ClusterResolver, ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
 from pscluster.core.serving import GRACE_SECONDS, METRICS_PORT_VARIABLE, metrics_port_of
+from pscluster.core.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE, Tls, load_tls
 from pscluster.core.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
 from pscluster.ps.durable.keeper import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
 
 logger = logging.getLogger("pscluster.local_cluster")
 
-_OURS = frozenset({"TF_CONFIG", TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, DURABILITY_VARIABLE, STATE_VARIABLE})
+_OURS = frozenset({"TF_CONFIG", TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, TLS_VARIABLE, DURABILITY_VARIABLE, STATE_VARIABLE})
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _SHARES_PORTS = hasattr(socket, "SO_REUSEPORT")
 # What ends a process that does nothing about it, so that kill() can wait for the end.
@@ -105,6 +106,8 @@ class LocalCluster(ClusterResolver):
     Attributes:
         token: the cluster's token; the processes have it in their environment, a coordinator in this process
             takes it from here.
+        tls: the certificates of a coordinator in this process, once it is started; None where there are none.
+        tls_folder: where those of all roles are; "" where there are none.
         task_type, task_id, rpc_layer, environment: as of any resolver; the process that holds the cluster is
             its chief.
     """
@@ -121,6 +124,7 @@ class LocalCluster(ClusterResolver):
         env: Mapping[str, str] | None = None,
         log_level: str = "WARNING",
         token: str | None = None,
+        tls: bool | None = None,
         cwd: str | os.PathLike[str] | None = None,
         grace: float = GRACE_SECONDS + 5.0,
         durability: str | None = None,
@@ -141,6 +145,8 @@ class LocalCluster(ClusterResolver):
                 `{"OMP_NUM_THREADS": "1"}` where several workers share few cores.
             log_level: of the processes, which log to this one's standard error.
             token: the cluster token. Default: a random one.
+            tls: whether the processes have certificates, made for this cluster, and ask each other for them. Default:
+                where the host is not loopback.
             cwd: the processes' working directory. Default: this one's.
             grace: seconds that a process has to stop in after SIGTERM, before it is killed. The roles take up
                 to 10 s for what runs to end; a stop of the cluster takes twice the grace at most.
@@ -165,7 +171,8 @@ class LocalCluster(ClusterResolver):
             raise ConfigurationError(f"grace is {grace}; give 0 seconds or more")
         if taken := _OURS.intersection(env or ()):
             raise ConfigurationError(
-                f"env names {', '.join(sorted(taken))}, which LocalCluster sets; use token=, durability= or state_dir="
+                f"env names {', '.join(sorted(taken))}, which LocalCluster sets; use token=, tls=, durability= or "
+                "state_dir="
             )
         if log_level.upper() not in _LOG_LEVELS:
             raise ConfigurationError(f"log_level is {log_level!r}; give one of {', '.join(_LOG_LEVELS)}")
@@ -174,6 +181,9 @@ class LocalCluster(ClusterResolver):
             raise ConfigurationError(f"cwd is {os.fspath(cwd)!r}, which is no directory")
         self.token = new_token() if token is None else str(load_token(None, {TOKEN_VARIABLE: token}))
         super().__init__("chief", 0, "grpc", "")
+        self.tls: Tls | None = None
+        self.tls_folder = ""
+        self._wants_tls = not is_loopback(host) if tls is None else tls
         self._counts = {"ps": num_ps, "worker": num_workers}
         self._host = host
         self._env = {**_one_share_of_cores(num_workers), **(env or {}), DURABILITY_VARIABLE: kind.value}
@@ -223,6 +233,8 @@ class LocalCluster(ClusterResolver):
             if self._state_dir is None:
                 self._state_dir = self._own_state_dir = tempfile.mkdtemp(prefix="pscluster-state-")
             self._env[STATE_VARIABLE] = self._state_dir
+            if self._wants_tls:
+                self._make_certificates()
             self._owner = os.getpid()
             # A daemon, so that an interpreter that exits gets to its atexit handlers, which stop it.
             self._monitor = threading.Thread(target=self._run, name="local-cluster-monitor", daemon=True)
@@ -236,6 +248,14 @@ class LocalCluster(ClusterResolver):
             self.stop()
             raise
         return self
+
+    def _make_certificates(self) -> None:
+        from pscluster.core.certificates import make_certificates  # takes longer to import than most clusters need it
+
+        folder = Path(tempfile.mkdtemp(prefix="pscluster-tls-"))
+        self.tls_folder = str(folder)
+        make_certificates(folder, [self._host])
+        self.tls = load_tls("coordinator", folder)
 
     def stop(self) -> None:
         """Stop the workers, then the parameter servers, and return when all are gone and the ports are free.
@@ -519,7 +539,7 @@ class LocalCluster(ClusterResolver):
                 [*command, *self._options, *self.hand_over_port(role, index)],
                 stdin=subprocess.PIPE,  # nothing is written: its end says that this process is gone
                 bufsize=0,
-                env=child_environ(self._env, self.tf_config(role, index), self.token),
+                env=child_environ(self._env, self.tf_config(role, index), self.token, self.tls_folder),
                 cwd=self._cwd,
                 # Ctrl-C in the terminal reaches this process only, which then stops the children in order.
                 start_new_session=True,
@@ -567,17 +587,21 @@ class LocalCluster(ClusterResolver):
             waiter.join()
         for reserved in self._reserved.values():
             reserved.close()
-        if self._own_state_dir:
-            shutil.rmtree(self._own_state_dir, ignore_errors=True)
+        for folder in (self._own_state_dir, self.tls_folder):
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
         with self._changed:
             self._ended.set()
             self._changed.notify_all()
 
 
-def child_environ(env: Mapping[str, str], tf_config: str, token: str) -> dict[str, str]:
+def child_environ(env: Mapping[str, str], tf_config: str, token: str, tls_folder: str = "") -> dict[str, str]:
     """This process's environment with what a process of the cluster needs."""
-    environ = {**os.environ, **env, "TF_CONFIG": tf_config, TOKEN_VARIABLE: token}
+    environ = {**os.environ, **env, "TF_CONFIG": tf_config, TOKEN_VARIABLE: token, TLS_VARIABLE: tls_folder}
     environ.pop(TOKEN_FILE_VARIABLE, None)  # it would outdo the variable
+    if not tls_folder:  # another cluster's
+        environ.pop(TLS_VARIABLE)
+        environ.pop(SERVER_ONLY_VARIABLE, None)
     return environ
 
 

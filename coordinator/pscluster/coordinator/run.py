@@ -220,7 +220,7 @@ def _run_to_end(
     with desk.collecting():
         script = subprocess.Popen(  # noqa: S603 (the user's own script)
             _tied_to_parent(command),
-            env=child_environ(env, cluster.tf_config("chief", 0), cluster.token),
+            env=child_environ(env, cluster.tf_config("chief", 0), cluster.token, cluster.tls_folder),
             process_group=None if shares_terminal else 0,
         )
         early = len(inbox)  # what the terminal sent before there was a script to get it

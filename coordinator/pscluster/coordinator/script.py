@@ -9,6 +9,7 @@ import sys
 import traceback
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -19,8 +20,14 @@ from pscluster.core.cluster import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import arm
 from pscluster.core.process import complain, configure_logging, main_of, tune_allocator
-from pscluster.core.serving import RoleOptions, expect_type, log_level_option, on_parents_death, role_options
-from pscluster.core.tokens import load_token
+from pscluster.core.serving import (
+    RoleOptions,
+    expect_type,
+    log_level_option,
+    on_parents_death,
+    options_of_environ,
+    role_options,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +139,7 @@ def command(script: str, args: tuple[str, ...], options: RoleOptions) -> None:
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def evaluator_command(script: str, args: tuple[str, ...], log_level: str) -> None:
     """Run this process' task."""
-    _end(run_coordinator(script, args, RoleOptions(token=load_token(None), log_level=log_level), "evaluator"))
+    _end(run_coordinator(script, args, replace(options_of_environ(role="tool"), log_level=log_level), "evaluator"))
 
 
 def _end(code: int) -> None:

@@ -25,7 +25,7 @@ class Server:
         job_name: "ps" or "worker"; default: the resolver's task.
         task_index: default: the resolver's task.
         protocol: taken for the peer's sake; only "grpc" exists.
-        options: how to serve; default: the environment's token, and the task's own address.
+        options: how to serve; default: the environment's credentials, and the task's own address.
 
     Raises:
         ConfigurationError: the cluster has no such task, or the role is another one.
@@ -56,7 +56,7 @@ class Server:
         if task_index is None:
             raise ConfigurationError("a Server needs the index of its task: give task_index, or set TF_CONFIG's task")
         self._role, self._index, self._spec = job_name, task_index, spec
-        self._options = options or process_options()
+        self._options = options or process_options(job_name)
         self._address = listen_address(spec.task_address(job_name, task_index), self._options)
 
     @property

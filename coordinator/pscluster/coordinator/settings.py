@@ -20,6 +20,6 @@ def set_process_options(options: RoleOptions) -> None:
     _settings.options = options
 
 
-def process_options() -> RoleOptions:
-    """The options given on the command line, or defaults with what the environment says."""
-    return _settings.options or options_of_environ()
+def process_options(role: str = "coordinator") -> RoleOptions:
+    """The options given on the command line, or defaults with what the environment says, for that role."""
+    return _settings.options or options_of_environ(role=role)

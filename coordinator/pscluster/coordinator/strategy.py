@@ -85,7 +85,7 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: how variables are cut, a callable `(shape, dtype) -> shards per axis`; None: not at all.
         placement: which server gets a shard: "bytes" (the one that holds least), "round_robin", or a callable.
         seed: from which per-worker datasets derive theirs.
-        token: the cluster token; default: from the environment.
+        token: the cluster token; default: from the environment, as certificates are (PSCLUSTER_TLS).
         connect_timeout: seconds to wait for the cluster's tasks.
         ps_timeout: seconds for which a parameter server that is gone is waited for, by functions and by all calls
             here. One that comes back with what it held is gone on with.
@@ -120,8 +120,10 @@ class ParameterServerStrategy(Strategy):
         validate_for_strategy(spec, cluster_resolver.task_type, cluster_resolver.task_id)
         options = process_options()
         arm("chief")
+        mine = cluster_resolver if isinstance(cluster_resolver, LocalCluster) else options
+        tls = mine.tls
         if token is None:
-            token = cluster_resolver.token if isinstance(cluster_resolver, LocalCluster) else options.token
+            token = mine.token
         timeout = options.connect_timeout if connect_timeout is None else connect_timeout
         self.cluster_resolver = cluster_resolver
         self._spec = spec
@@ -149,8 +151,12 @@ class ParameterServerStrategy(Strategy):
         self._progress = JobProgress(self)
         self.identity = make_identity("chief", 0)
         self._metadata = call_metadata(token)
-        ps = [PeerAddress("ps", i, spec.task_address("ps", i)) for i in spec.task_indices("ps")]
-        self._workers = [PeerAddress("worker", i, spec.task_address("worker", i)) for i in spec.task_indices("worker")]
+        ps = [PeerAddress("ps", i, spec.task_address("ps", i), tls) for i in spec.task_indices("ps")]
+        self._workers = [
+            PeerAddress("worker", i, spec.task_address("worker", i), tls) for i in spec.task_indices("worker")
+        ]
+        for peer in (*ps, *self._workers):
+            peer.check_plain(token, insecure=options.insecure)
         if [peer.index for peer in ps] != list(range(len(ps))):
             raise ConfigurationError("the cluster's parameter servers must be numbered from 0 without gaps")
         client = PsClient(
@@ -169,8 +175,9 @@ class ParameterServerStrategy(Strategy):
             take_over=take_over,
         )
         try:
-            self._metrics = serve_metrics(self.telemetry, options.with_token(token))
-            self._server = self._serve(spec, options.with_token(token))
+            options = options.with_credentials(token, tls)
+            self._metrics = serve_metrics(self.telemetry, options)
+            self._server = self._serve(spec, options)
             wait_for_peers([*ps, *self._workers], self.identity, self._metadata, timeout=timeout, purpose="coordinator")
             self._client.connect(timeout)
             must_hold = [0] * len(ps)

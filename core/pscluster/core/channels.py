@@ -6,16 +6,17 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import tenacity
 
 from pscluster.core.cluster import split_address
-from pscluster.core.errors import PsClusterError, UnavailableError, from_rpc
+from pscluster.core.errors import AuthenticationError, PsClusterError, UnavailableError, from_rpc
 from pscluster.core.rpc import Stub
+from pscluster.core.tls import Tls, check_plain, why_not_plain
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
@@ -68,14 +69,35 @@ class PeerAddress:
     role: str
     index: int
     address: str
+    tls: Tls | None = field(default=None, compare=False, repr=False)  # how it is dialled
 
     def __str__(self) -> str:
         return f"{self.role} {self.index} at {self.address}"
 
+    def check_plain(self, token: str | None, *, insecure: bool) -> None:
+        """ConfigurationError if the token would be sent there as anybody on the way can read it."""
+        check_plain(self, self.address, token, self.tls, insecure=insecure)
 
-def open_channel(address: str) -> grpc.Channel:
+
+def open_channel(address: str, tls: Tls | None = None, more: Sequence[tuple[str, int]] = ()) -> grpc.Channel:
     """A channel of its own connection to the address; nothing is dialled before the first call."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    options = [*CHANNEL_OPTIONS, *more]
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=options)
+
+
+def open_aio_channel(peer: PeerAddress) -> grpc.aio.Channel:
+    """The same for the loop."""
+    if peer.tls is None:
+        return grpc.aio.insecure_channel(peer.address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(peer.address, peer.tls.channel_credentials(), options=CHANNEL_OPTIONS)
+
+
+def why_untrusted(peer: PeerAddress) -> AuthenticationError | None:
+    """Why the two sides can't come to trust each other, where it is that for which a peer can't be reached."""
+    why = why_not_plain(peer.address) if peer.tls is None else peer.tls.why_not(peer.address)
+    return None if why is None else AuthenticationError(f"{peer} can't be talked to: {why}")
 
 
 def say_hello(
@@ -104,9 +126,11 @@ def say_hello(
     return reply
 
 
-def explain(address: str) -> str:
-    """Why nobody answers at an address, as far as a plain connection can tell."""
+def explain(address: str, tls: Tls | None = None) -> str:
+    """Why nobody answers at an address, as far as a connection of another kind can tell."""
     host, port = split_address(address)
+    if why := why_not_plain(address) if tls is None else tls.why_not(address):
+        return why
     try:
         with socket.create_connection((host, port), timeout=2.0):
             return "something listens there, but it does not answer as a pscluster role"
@@ -121,7 +145,7 @@ def explain(address: str) -> str:
 def _seen(peers: Iterable[PeerAddress]) -> str:
     peers = list(peers)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        reasons = pool.map(lambda peer: explain(peer.address), peers)
+        reasons = pool.map(lambda peer: explain(peer.address, peer.tls), peers)
         return "; ".join(f"{peer}: {reason}" for peer, reason in zip(peers, reasons, strict=True))
 
 
@@ -138,9 +162,9 @@ def wait_for_peers(
 
     Logs who is missing whenever that changes and, as a warning, once it has lasted. Raises UnavailableError,
     naming the missing and what was seen of each, when `timeout` seconds have passed or `stop` is set; a refusal
-    (token, version, another role) is raised at once: waiting does not mend it.
+    (token, certificate, version, another role) is raised at once: waiting does not mend it.
     """
-    missing = {peer: open_channel(peer.address) for peer in peers}
+    missing = {peer: open_channel(peer.address, peer.tls) for peer in peers}
     total = len(missing)
     stop = stop or threading.Event()
     began = time.monotonic()
@@ -153,6 +177,8 @@ def wait_for_peers(
         try:
             say_hello(missing[peer], peer, ours, metadata, min(_HELLO_SECONDS, max(left, 0.5)))
         except UnavailableError:
+            if untrusted := why_untrusted(peer):
+                raise untrusted from None
             return False
         return True
 

@@ -7,7 +7,8 @@
     │   └── UnknownVariableError (KeyError)      no variable (or optimizer) of that name is on the server
     ├── RefusedError                         the peer understood and said no
     │   ├── VersionMismatchError                 another version of pscluster
-    │   ├── AuthenticationError                  no cluster token, or another one
+    │   ├── AuthenticationError                  no cluster token or certificate, or one that the peer does not accept
+    │   ├── NotPermittedError                    a certificate that does not open what was called
     │   ├── BusyError                            another coordinator holds the role
     │   ├── StaleError                           of a closed incarnation, an ended function or another job
     │   └── ProtocolError                        a message that makes no sense
@@ -66,7 +67,11 @@ class VersionMismatchError(RefusedError):
 
 
 class AuthenticationError(RefusedError):
-    """The cluster token is missing or another one than the peer's."""
+    """The cluster token is missing or another one than the peer's; or the two sides do not trust their certificates."""
+
+
+class NotPermittedError(RefusedError):
+    """The caller's certificate is of a role that may not call this."""
 
 
 class BusyError(RefusedError):
@@ -158,6 +163,7 @@ _TABLE: tuple[tuple[str, type[PsClusterError], grpc.StatusCode], ...] = (
     ("misuse", MisuseError, grpc.StatusCode.INVALID_ARGUMENT),
     ("version", VersionMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     ("authentication", AuthenticationError, grpc.StatusCode.UNAUTHENTICATED),
+    ("not-permitted", NotPermittedError, grpc.StatusCode.PERMISSION_DENIED),
     ("busy", BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     ("stale", StaleError, grpc.StatusCode.ABORTED),
     ("protocol", ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),

@@ -29,6 +29,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pscluster.core import fault_points
+from pscluster.core.access import RoleInterceptor
 from pscluster.core.channels import NODE_SERVICE, SERVER_OPTIONS
 from pscluster.core.cluster import Task, TFConfig, is_loopback, split_address
 from pscluster.core.errors import ConfigurationError, PsClusterError
@@ -37,6 +38,17 @@ from pscluster.core.process import configure_logging, tune_allocator
 from pscluster.core.rpc import generic_handler
 from pscluster.core.telemetry import Telemetry
 from pscluster.core.telemetry.exposition import MetricsServer
+from pscluster.core.tls import (
+    AUTHORITIES,
+    CERTIFICATE,
+    INSECURE_VARIABLE,
+    KEY,
+    SERVER_ONLY_VARIABLE,
+    TLS_VARIABLE,
+    Tls,
+    is_set,
+    load_tls,
+)
 from pscluster.core.tokens import TokenInterceptor, create_token_file, load_token
 from pscluster.v1 import node_pb2
 
@@ -53,6 +65,7 @@ class RoleOptions:
 
     bind: str | None = None
     token: str | None = None
+    tls: Tls | None = None
     insecure: bool = False
     until_done: bool = False
     exit_with_parent: bool = False
@@ -64,9 +77,9 @@ class RoleOptions:
     metrics_port: int | None = 0  # None: no metrics are served
     metrics_host: str = _LOOPBACK
 
-    def with_token(self, token: str | None) -> RoleOptions:
-        """The same with another token."""
-        return replace(self, token=token)
+    def with_credentials(self, token: str | None, tls: Tls | None) -> RoleOptions:
+        """The same with others."""
+        return replace(self, token=token, tls=tls)
 
 
 METRICS_PORT_VARIABLE = "PSCLUSTER_METRICS_PORT"
@@ -93,10 +106,12 @@ metrics_port_option = click.option(
 )
 
 
-def options_of_environ(environ: Mapping[str, str] = os.environ) -> RoleOptions:
-    """What the environment says. ConfigurationError if that can't be used."""
+def options_of_environ(environ: Mapping[str, str] = os.environ, role: str = "coordinator") -> RoleOptions:
+    """What the environment says, for this role. ConfigurationError if that can't be used."""
     return RoleOptions(
         token=load_token(None, environ),
+        tls=load_tls(role, environ=environ),
+        insecure=is_set(INSECURE_VARIABLE, environ),
         metrics_port=metrics_port_of(environ.get(METRICS_PORT_VARIABLE) or "0"),
         metrics_host=environ.get(METRICS_HOST_VARIABLE) or _LOOPBACK,
     )
@@ -111,13 +126,43 @@ log_level_option = click.option(
 )
 
 
+tls_option = click.option(
+    "--tls",
+    "tls_folder",
+    type=click.Path(path_type=Path),
+    help=f"Folder with {CERTIFICATE}, {KEY} and {AUTHORITIES}, or with a folder for each role. Or ${TLS_VARIABLE}.",
+)
+insecure_option = click.option(
+    "--insecure",
+    is_flag=True,
+    help=f"Without a token, or with one in plain text, off loopback, too. Or ${INSECURE_VARIABLE}=1.",
+)
+
+
+def create_tls_folder(folder: Path | None) -> None:
+    """Make certificates for all roles of the cluster in TF_CONFIG, unless there are some; the first to do so wins."""
+    from pscluster.core.certificates import hosts_of, make_certificates  # imports what only certificates need
+
+    path = folder or Path(os.environ.get(TLS_VARIABLE, ""))
+    if path == Path():
+        raise ConfigurationError(f"--create-tls needs --tls or {TLS_VARIABLE} to name the folder")
+    make_certificates(path, by_role=hosts_of(TFConfig.from_environ().cluster))
+
+
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
     """Click options that all roles share; the command receives one `RoleOptions`."""
     decorators = [
         click.option("--bind", metavar="HOST:PORT", help="Where to listen. Default: the task's own address."),
         click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token."),
         click.option("--create-token", is_flag=True, help="Create the token file first if it is missing."),
-        click.option("--insecure", is_flag=True, help="Listen off loopback without a token."),
+        tls_option,
+        click.option("--create-tls", is_flag=True, help="Create that folder first if it is missing, for all roles."),
+        click.option(
+            "--tls-server-only",
+            is_flag=True,
+            help=f"Ask callers for no certificate: the token alone opens. Or ${SERVER_ONLY_VARIABLE}=1.",
+        ),
+        insecure_option,
         click.option("--until-done", is_flag=True, help="Exit with 0 when the coordinator's job is over."),
         click.option("--exit-with-parent", is_flag=True, help="Stop when standard input reaches its end."),
         click.option("--share-port", is_flag=True, help="Listen on a port that the parent process reserved."),
@@ -146,7 +191,14 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)  # also hands on the options that the command has of its own
     def receive(
-        *args: Any, token_file: Path | None, create_token: bool, **options: Any
+        *args: Any,
+        token_file: Path | None,
+        create_token: bool,
+        tls_folder: Path | None,
+        create_tls: bool,
+        tls_server_only: bool,
+        insecure: bool,
+        **options: Any,
     ) -> None:  # the rest of the options and arguments is the command's own
         names = RoleOptions.__dataclass_fields__
         mine = {name: options.pop(name) for name in list(options) if name in names}
@@ -155,7 +207,16 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             if path == Path():
                 raise ConfigurationError("--create-token needs --token-file or PSCLUSTER_TOKEN_FILE to name the file")
             create_token_file(path)
-        command(*args, options=RoleOptions(token=load_token(token_file), **mine), **options)
+        if create_tls:
+            create_tls_folder(tls_folder)
+        role = click.get_current_context().command.name or ""
+        credentials = RoleOptions(
+            token=load_token(token_file),
+            tls=load_tls(role, tls_folder, server_only=tls_server_only),
+            insecure=insecure or is_set(INSECURE_VARIABLE),
+            **mine,
+        )
+        command(*args, options=credentials, **options)
 
     result: Callable[..., None] = receive
     for decorate in reversed(decorators):
@@ -194,10 +255,19 @@ def listen_address(own: str | None, options: RoleOptions) -> str:
         address = own if is_loopback(host) else f"0.0.0.0:{port}"
     else:
         raise ConfigurationError("the task has no address of its own in TF_CONFIG; give --bind HOST:PORT")
-    if not is_loopback(split_address(address)[0]) and options.token is None and not options.insecure:
+    if is_loopback(split_address(address)[0]) or options.insecure:
+        return address
+    mutual = options.tls is not None and options.tls.is_mutual
+    if options.token is None and not mutual:
         raise ConfigurationError(
             f"refusing to listen on {address} without a cluster token, where anybody could use this role: set "
             "PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), listen on 127.0.0.1, or say --insecure"
+        )
+    if options.tls is None:
+        raise ConfigurationError(
+            f"refusing to listen on {address} in plain text, where anybody on the way could read the cluster token: "
+            f"give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), listen on "
+            "127.0.0.1, or say --insecure"
         )
     return address
 
@@ -245,6 +315,8 @@ class RoleServer:
             experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1)
         )
         interceptors: list[grpc.ServerInterceptor] = [TokenInterceptor(options.token)] if options.token else []
+        if options.tls is not None and options.tls.is_mutual:
+            interceptors.append(RoleInterceptor())
         if (faults := fault_points.armed()) is not None:
             interceptors.append(faults.interceptor())
         self._server = grpc.server(
@@ -258,11 +330,16 @@ class RoleServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = ["", *(descriptor.full_name for descriptor, _ in services.values())]
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self.port = _bind(self._server, address)
-        if not is_loopback(split_address(address)[0]) and options.token is None:
-            logger.warning(
-                "listening on %s without a token (--insecure): anybody who reaches it can run code here", address
-            )
+        self.port = _bind(self._server, address, options.tls)
+        if not is_loopback(split_address(address)[0]) and options.insecure:
+            if options.token is None and (options.tls is None or not options.tls.is_mutual):
+                logger.warning(
+                    "listening on %s without a token (--insecure): anybody who reaches it can run code here", address
+                )
+            elif options.tls is None:
+                logger.warning(
+                    "listening on %s in plain text (--insecure): anybody on the way can read the token", address
+                )
         if telemetry is not None:
             telemetry.ask_readiness(self._not_ready)
             self._metrics = serve_metrics(telemetry, options)
@@ -295,8 +372,11 @@ class RoleServer:
             self._metrics.close()
 
 
-def _bind(server: grpc.Server, address: str) -> int:
+def _bind(server: grpc.Server, address: str, tls: Tls | None) -> int:
+    credentials = None if tls is None else tls.server_credentials()
     try:
+        if credentials is not None:
+            return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
     except RuntimeError:
         raise PsClusterError(f"can't listen on {address}: {_why_not(address)}") from None

@@ -261,9 +261,9 @@ class PsClient:
             )(again)
         except tenacity.RetryError as error:
             last = error.last_attempt.exception()
+            why = explain(server.peer.address, server.peer.tls)
             raise PSUnavailableError(
-                f"{server.peer} can't be reached, tried for {self._retry_seconds:g} s: {explain(server.peer.address)} "
-                f"({last})"
+                f"{server.peer} can't be reached, tried for {self._retry_seconds:g} s: {why} ({last})"
             ) from None
 
     def _exchange(

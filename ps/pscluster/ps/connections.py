@@ -9,7 +9,7 @@ import weakref
 import grpc
 from grpc.experimental import ChannelOptions
 
-from pscluster.core.channels import CHANNEL_OPTIONS, NODE_SERVICE, PeerAddress, open_channel, say_hello
+from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_channel, say_hello
 from pscluster.core.errors import PSUnavailableError, UnavailableError
 from pscluster.core.identity import fresh_id
 from pscluster.core.rpc import Stub
@@ -102,14 +102,17 @@ class Server:
         self.holding = 0  # the number of what it holds for the job; see AttachEvent
         self._identity = identity
         self.metadata = metadata
-        self._control = open_channel(peer.address)
-        options = [*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]
-        self._bulk = grpc.insecure_channel(peer.address, options=options)
+        self._idle: list[Session] = []
+        self._lock = threading.Lock()
+        self._open()
+
+    def _open(self) -> None:
+        self._generation = 0 if self.peer.tls is None else self.peer.tls.look_again()
+        self._control = open_channel(self.peer.address, self.peer.tls)
+        self._bulk = open_channel(self.peer.address, self.peer.tls, [(ChannelOptions.SingleThreadedUnaryStream, 1)])
         self.control = Stub(self._control, SERVICE)
         self.node = Stub(self._control, NODE_SERVICE)
         self.bulk = Stub(self._bulk, SERVICE)
-        self._idle: list[Session] = []
-        self._lock = threading.Lock()
 
     def take_session(self) -> Session:
         with self._lock:
@@ -124,6 +127,9 @@ class Server:
 
     def hello(self) -> node_pb2.HelloReply:
         """The handshake. UnavailableError if nobody answers."""
+        with self._lock:
+            if self.peer.tls is not None and self.peer.tls.look_again() != self._generation:
+                self._open()  # with the renewed certificate; what is under way on the old channels ends there
         return say_hello(self._control, self.peer, self._identity, self.metadata)
 
     def check_holding(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import grpc
 
+from pscluster.core.access import check_coordinator
 from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.drain import Drain
 from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError, kind_of
@@ -210,7 +211,7 @@ class ParameterServerService:
         name, counts = _name_of(context), self._counts
         for nth, data in enumerate(requests, 1):
             begin = time.monotonic()
-            what, answer = self._reply(data)
+            what, answer = self._reply(data, context)
             end = time.monotonic()
             if what == "pull":
                 counts.pulls.add(end - begin)
@@ -223,7 +224,7 @@ class ParameterServerService:
             yield answer
             reach("ps.answer.after")
 
-    def _reply(self, data: bytes) -> tuple[str, bytes]:
+    def _reply(self, data: bytes, context: grpc.ServicerContext) -> tuple[str, bytes]:
         """What it was, "pull", "push" or neither, and the answer."""
         reply, buffers = ps_pb2.Reply(last=True), list[Buffer]()
         prepared = None if self._role.waiting else self._role.store.prepared(data)
@@ -241,7 +242,7 @@ class ParameterServerService:
             if not request.last or request.total_bytes != len(payload):
                 raise ProtocolError("a session's request has one frame, marked as the last")
             with self.drain.passing():
-                buffers = self._answer(request, payload, reply)
+                buffers = self._answer(request, payload, reply, context)
             if request.HasField("read") and not payload and not request.id:
                 self._role.store.prepare(data, request.read)
         except PsClusterError as error:
@@ -250,7 +251,9 @@ class ParameterServerService:
         reply.total_bytes = sum(len(buffer) for buffer in buffers)
         return _WORDS.get(reply.WhichOneof("body") or "", ""), pack(reply, buffers)
 
-    def _answer(self, request: ps_pb2.Request, payload: memoryview, reply: ps_pb2.Reply) -> list[Buffer]:
+    def _answer(
+        self, request: ps_pb2.Request, payload: memoryview, reply: ps_pb2.Reply, context: grpc.ServicerContext
+    ) -> list[Buffer]:
         store, chunks = self._role.serving(), Payload([payload])
         body = request.WhichOneof("body")
         if body == "read":
@@ -264,7 +267,7 @@ class ParameterServerService:
             placed = store.check_update(request.update, request.total_bytes)
             reply.update.CopyFrom(self._update(store, request, placed, chunks))
         elif body == "create":
-            self._check_create(store, request)
+            self._check_create(store, request, context)
             self._create(store, request.create, chunks, reply)
         else:
             raise ProtocolError("a request without a body")
@@ -335,7 +338,7 @@ class ParameterServerService:
         if first.WhichOneof("body") == "update":
             placed = store.check_update(first.update, first.total_bytes)
         elif first.WhichOneof("body") == "create":
-            self._check_create(store, first)
+            self._check_create(store, first, context)
         else:
             raise ProtocolError("a Push is an update or a creation")
         assembler = Assembler(_MAX_PUSH_BYTES)
@@ -375,7 +378,10 @@ class ParameterServerService:
             reply.create.unresolved = str(reason) or "no reason given"
 
     @staticmethod
-    def _check_create(store: Store, request: ps_pb2.Request) -> None:
+    def _check_create(store: Store, request: ps_pb2.Request, context: grpc.ServicerContext) -> None:
+        if not request.create.HasField("optimizer") or request.create.HasField("rule"):
+            # Whose functions run here. A step may set the rate of an optimizer whose rule the server has.
+            check_coordinator(context, "the creation of variables, and of optimizers with a rule of their own")
         expected = store.expected_bytes(request.create)
         if expected is not None and request.total_bytes != expected:
             raise ProtocolError(f"a creation of {request.total_bytes} bytes whose shards here have {expected}")

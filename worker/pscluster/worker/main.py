@@ -22,6 +22,7 @@ from pscluster.core.serving import (
     role_options,
     run_role,
 )
+from pscluster.core.tls import Tls
 from pscluster.core.tokens import call_metadata
 from pscluster.ps.client import PsClient
 from pscluster.ps.counts import ClientCounts
@@ -32,7 +33,7 @@ from pscluster.worker.telemetry import WorkerTelemetry
 logger = logging.getLogger(__name__)
 
 
-def ps_peers(cluster: ClusterSpec) -> list[PeerAddress]:
+def ps_peers(cluster: ClusterSpec, tls: Tls | None = None) -> list[PeerAddress]:
     """The parameter servers of a cluster, in order. ConfigurationError if there is none, or a gap."""
     indices = cluster.task_indices("ps") if "ps" in cluster.jobs else []
     if not indices or indices != list(range(len(indices))):
@@ -41,14 +42,16 @@ def ps_peers(cluster: ClusterSpec) -> list[PeerAddress]:
             f"TF_CONFIG: cluster.ps {found}, but a worker needs every parameter server; write, for example, "
             '{"cluster": {"ps": ["ps0:2222", "ps1:2222"]}}'
         )
-    return [PeerAddress("ps", index, cluster.task_address("ps", index)) for index in indices]
+    return [PeerAddress("ps", index, cluster.task_address("ps", index), tls) for index in indices]
 
 
 def serve_worker(
     index: int, address: str, cluster: ClusterSpec, options: RoleOptions
 ) -> Callable[[StopRequest], Callable[[], None]]:
     """What `run_role` starts: a worker that listens on `address`."""
-    peers = ps_peers(cluster)
+    peers = ps_peers(cluster, options.tls)
+    for peer in peers:
+        peer.check_plain(options.token, insecure=options.insecure)
     metadata = call_metadata(options.token)
 
     def serve(stop: StopRequest) -> Callable[[], None]:

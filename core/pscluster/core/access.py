@@ -1,0 +1,105 @@
+"""Who may call what, where callers show a certificate (mutual TLS): one table for all services.
+
+A certificate names its role in a URI among its names, `pscluster://role/worker`. The coordinator's opens all methods;
+the others' open what stands here, and a method that does not stand here is the coordinator's only. The token, if there
+is one, is asked for besides: by itself it does not tell roles apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from pscluster.core.errors import NotPermittedError
+from pscluster.core.rpc import abort
+
+COORDINATOR = "coordinator"
+ROLES = ("ps", "worker", COORDINATOR, "tool")
+"""A tool looks and changes nothing: `pscluster status`, `pscluster health`."""
+
+ROLE_URI = "pscluster://role/"
+
+_ALL = frozenset(ROLES)
+_WORKER = frozenset({"worker"})
+
+CALLERS: dict[str, frozenset[str]] = {
+    "/grpc.health.v1.Health/Check": _ALL,
+    "/grpc.health.v1.Health/List": _ALL,
+    "/grpc.health.v1.Health/Watch": _ALL,
+    "/pscluster.v1.Node/Hello": _ALL,
+    "/pscluster.v1.Node/Status": _ALL,
+    # Reads and updates; what a request creates is the coordinator's, see `check_coordinator`.
+    "/pscluster.v1.ParameterServer/Session": _WORKER,
+    "/pscluster.v1.ParameterServer/Pull": _WORKER,
+    "/pscluster.v1.ParameterServer/Push": _WORKER,
+    "/pscluster.v1.ParameterServer/Describe": _WORKER,
+}
+
+
+def may_call(role: str, path: str) -> bool:
+    """Does a certificate of this role open the method?"""
+    return role == COORDINATOR or role in CALLERS.get(path, frozenset())
+
+
+def roles_of(context: grpc.ServicerContext) -> list[str] | None:
+    """What the caller's certificate says that it is; None if callers need none."""
+    shown: Any = context.auth_context()  # bytes, whatever the stubs say
+    if "x509_pem_cert" not in shown:
+        return None
+    uris = (uri.decode(errors="replace") for uri in shown.get("peer_uri", ()))
+    return [uri.removeprefix(ROLE_URI) for uri in uris if uri.startswith(ROLE_URI)]
+
+
+def check_coordinator(context: grpc.ServicerContext, what: str) -> None:
+    """NotPermittedError if the caller has shown a certificate that is not a coordinator's."""
+    roles = roles_of(context)
+    if roles is not None and COORDINATOR not in roles:
+        raise _refusal(roles, what)
+
+
+def _refusal(roles: list[str], what: str) -> NotPermittedError:
+    if not any(role in ROLES for role in roles):
+        return NotPermittedError(
+            f"the caller's certificate names no role: give it the URI {ROLE_URI}ROLE, where ROLE is one of "
+            f"{', '.join(ROLES)}; `pscluster certs DIR` makes such certificates"
+        )
+    return NotPermittedError(
+        f"the caller's certificate is a {roles[0]}'s, which does not open {what}: call with one of a role that may"
+    )
+
+
+class RoleInterceptor(grpc.ServerInterceptor):
+    """Refuses every call that the caller's certificate does not open. For servers that ask for one."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler, which looks at the certificate first: there is none to see before it is called."""
+        handler: Any = continuation(details)
+        if handler is None:
+            return None
+        shape = {False: "unary", True: "stream"}
+        kind = f"{shape[handler.request_streaming]}_{shape[handler.response_streaming]}"
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        guarded: grpc.RpcMethodHandler[Any, Any] = make(
+            _guarded(getattr(handler, kind), details.method),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+        return guarded
+
+
+def _guarded(behaviour: Callable[..., Any], path: str) -> Callable[..., Any]:
+    @functools.wraps(behaviour)  # also keeps what grpc's health check notes on its method
+    def call(request: Any, context: grpc.ServicerContext, *rest: Any) -> Any:
+        roles = roles_of(context) or []
+        if not any(may_call(role, path) for role in roles):
+            abort(context, _refusal(roles, path))
+        return behaviour(request, context, *rest)
+
+    return call
