@@ -98,6 +98,10 @@ class OpenCall:
         self._callbacks.append(callback)
         return self._active
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """It has shown no certificate."""
+        return {}
+
     def end(self) -> None:
         """The caller has gone."""
         self._active = False

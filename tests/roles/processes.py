@@ -91,6 +91,16 @@ while not pathlib.Path(sys.argv[1]).exists():
     time.sleep(0.02)
 """
 
+OURS = (
+    "TF_CONFIG",
+    "PSCLUSTER_TOKEN",
+    "PSCLUSTER_TOKEN_FILE",
+    "PSCLUSTER_TLS",
+    "PSCLUSTER_TLS_SERVER_ONLY",
+    "PSCLUSTER_INSECURE",
+)
+"""Variables that would describe another cluster."""
+
 Cluster = Mapping[str, Sequence[str] | Mapping[str, str]]
 
 
@@ -130,8 +140,7 @@ def tf_config(cluster: Cluster, role: str, index: int = 0) -> str:
 
 def environ(config: str | None = None, **more: str) -> dict[str, str]:
     """This process's environment, without what would describe another cluster."""
-    ours = ("TF_CONFIG", "PSCLUSTER_TOKEN", "PSCLUSTER_TOKEN_FILE")
-    clean = {key: value for key, value in os.environ.items() if key not in ours}
+    clean = {key: value for key, value in os.environ.items() if key not in OURS}
     clean.update(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", COLUMNS="140", **more)
     return clean if config is None else {**clean, "TF_CONFIG": config}
 
@@ -293,13 +302,15 @@ def run(*arguments: str, config: str | None = None, command: Sequence[str] = PSC
         return process.wait(), process.output
 
 
-_DRIVER = """
+_DRIVER = (
+    f"OURS = {OURS!r}"
+    + """
 import contextlib, io, json, os, sys
 from pscluster.coordinator.cli import main
 
 done = []
 for arguments, variables in json.load(sys.stdin):
-    for name in ("TF_CONFIG", "PSCLUSTER_TOKEN", "PSCLUSTER_TOKEN_FILE"):
+    for name in OURS:
         os.environ.pop(name, None)
     os.environ.update(variables)
     sys.argv, written, code = ["pscluster", *arguments], io.StringIO(), 0
@@ -311,6 +322,7 @@ for arguments, variables in json.load(sys.stdin):
     done.append((code, written.getvalue()))
 print(json.dumps(done))
 """
+)
 
 
 def run_all(cases: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[tuple[int, str]]:

@@ -597,11 +597,11 @@ class LocalCluster(ClusterResolver):
 
 def child_environ(env: Mapping[str, str], tf_config: str, token: str, tls_folder: str = "") -> dict[str, str]:
     """This process's environment with what a process of the cluster needs."""
-    environ = {**os.environ, **env, "TF_CONFIG": tf_config, TOKEN_VARIABLE: token, TLS_VARIABLE: tls_folder}
-    environ.pop(TOKEN_FILE_VARIABLE, None)  # it would outdo the variable
-    if not tls_folder:  # another cluster's
-        environ.pop(TLS_VARIABLE)
-        environ.pop(SERVER_ONLY_VARIABLE, None)
+    others = (TOKEN_FILE_VARIABLE, TLS_VARIABLE, SERVER_ONLY_VARIABLE)  # what they name is of another cluster
+    inherited = {name: value for name, value in os.environ.items() if name not in others}
+    environ = {**inherited, **env, "TF_CONFIG": tf_config, TOKEN_VARIABLE: token}
+    if tls_folder:
+        environ[TLS_VARIABLE] = tls_folder
     return environ
 
 

@@ -27,7 +27,6 @@ _WORKER = frozenset({"worker"})
 
 CALLERS: dict[str, frozenset[str]] = {
     "/grpc.health.v1.Health/Check": _ALL,
-    "/grpc.health.v1.Health/List": _ALL,
     "/grpc.health.v1.Health/Watch": _ALL,
     "/pscluster.v1.Node/Hello": _ALL,
     "/pscluster.v1.Node/Status": _ALL,

@@ -1,0 +1,637 @@
+"""TLS and mutual TLS: who gets in, what a certificate opens, renewal, and errors that say what to do."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import stat
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from cryptography import x509
+from tests.conftest import until
+from tests.roles.processes import (
+    DONE,
+    HELD,
+    IDLE,
+    JOB,
+    Process,
+    Roles,
+    free_addresses,
+    make_cluster,
+    run,
+    run_all,
+    tf_config,
+)
+from tests.roles.test_token import ALL_METHODS, call
+from tests.roles.wire import SECONDS, SERVICES, Metadata
+
+from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.coordinator.health import is_healthy
+from pscluster.coordinator.local_cluster import child_environ
+from pscluster.core import access
+from pscluster.core.certificates import make_certificates, renew_certificates
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.frames import pack, unpack
+from pscluster.core.rpc import Method, methods
+from pscluster.core.tls import Tls, load_tls
+from pscluster.ps.wire import SERVICE as PS_SERVICE
+from pscluster.v1 import ps_pb2
+
+TOKEN = "correct-horse-battery-staple"
+RIGHT: Metadata = (("authorization", f"Bearer {TOKEN}"),)
+OPEN_TO_OTHERS = {
+    "Check": {"ps", "worker", "tool"},
+    "Watch": {"ps", "worker", "tool"},
+    "Hello": {"ps", "worker", "tool"},
+    "Status": {"ps", "worker", "tool"},
+    "Session": {"worker"},
+    "Pull": {"worker"},
+    "Push": {"worker"},
+    "Describe": {"worker"},
+}
+"""Beside the coordinator. What is new is the coordinator's, until somebody thinks about it and writes it here."""
+
+
+def channel_of(address: str, ours: Path, authorities: Path | None = None) -> grpc.Channel:
+    """A channel with whatever certificate there is in a folder, bad ones too, which `Tls` would refuse."""
+    pair = [(ours / name).read_bytes() if (ours / name).exists() else None for name in ("tls.key", "tls.crt")]
+    credentials = grpc.ssl_channel_credentials(((authorities or ours) / "ca.crt").read_bytes(), *pair)
+    return grpc.secure_channel(address, credentials, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+def without_role(folder: Path, certificates: Path) -> Path:
+    """A certificate of the CA that names no role."""
+    authority = x509.load_pem_x509_certificate((certificates / "ca.crt").read_bytes())
+    tool = x509.load_pem_x509_certificate((certificates / "tool" / "tls.crt").read_bytes())
+    shutil.copytree(certificates / "tool", folder)
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = serialization.load_pem_private_key((certificates / "ca.key").read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    public = tool.public_key()
+    assert isinstance(public, ec.EllipticCurvePublicKey)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(tool.subject)
+        .issuer_name(authority.subject)
+        .public_key(public)
+        .serial_number(1)
+        .not_valid_before(tool.not_valid_before_utc)
+        .not_valid_after(tool.not_valid_after_utc)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "tls.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    return folder
+
+
+@dataclass
+class Guarded:
+    """A cluster that works, with mutual TLS and a token; and those who are to be kept out, by folder."""
+
+    addresses: dict[str, str]
+    processes: list[Process]
+    certificates: Path
+    strangers: dict[str, Path]
+    channels: dict[tuple[str, str], grpc.Channel] = field(default_factory=dict)
+
+    def channel(self, role: str, ours: Path) -> grpc.Channel:
+        """To a role, one for each caller."""
+        key = role, str(ours)
+        if key not in self.channels:
+            self.channels[key] = channel_of(self.addresses[role], ours, self.certificates)
+        return self.channels[key]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A server, a worker and a coordinator whose script has connected."""
+    folder = tmp_path_factory.mktemp("guarded")
+    certificates, old, other = folder / "certificates", folder / "old", folder / "other"
+    assert make_certificates(certificates)
+    shutil.copytree(certificates, old)
+    renew_certificates(old, days=-1)
+    make_certificates(other)
+    (folder / "none").mkdir()
+    strangers = {
+        "none": folder / "none",
+        "expired": old / "coordinator",
+        "another CA's": other / "coordinator",
+    }
+    cluster = make_cluster()
+    with Roles(cluster, folder, {"PSCLUSTER_TOKEN": TOKEN, "PSCLUSTER_TLS": str(certificates)}) as roles:
+        ps, worker = roles.ps(), roles.worker()
+        coordinator = roles.coordinator(IDLE, str(folder / "gate"))
+        coordinator.wait_for("connected")
+        found = Guarded({job: cluster[job][0] for job in SERVICES}, [ps, worker, coordinator], certificates, strangers)
+        yield found
+        for channel in found.channels.values():
+            channel.close()
+
+
+@pytest.mark.parametrize(("role", "method"), ALL_METHODS)
+def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
+    """Each method of each role is open to those whose certificate says so, with the token, and to nobody else."""
+    name = method.path.rsplit("/", 1)[1]
+    for what, ours in guarded.strangers.items():
+        error = call(guarded.channel(role, ours), method, RIGHT)
+        assert error is not None, what
+        assert error.code() == grpc.StatusCode.UNAVAILABLE, what
+    for caller in access.ROLES:
+        channel = guarded.channel(role, guarded.certificates / caller)
+        error = call(channel, method, RIGHT)
+        code = None if error is None else error.code()
+        if caller == "coordinator" or caller in OPEN_TO_OTHERS.get(name, ()):
+            assert code not in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED), caller
+        else:
+            assert error is not None, caller
+            assert code == grpc.StatusCode.PERMISSION_DENIED, caller
+            sentence = f"the caller's certificate is a {caller}'s, which does not open {method.path}"
+            assert sentence in (error.details() or "")
+        for metadata in ((), (("authorization", f"Bearer {TOKEN[::-1]}"),)):
+            error = call(channel, method, metadata)
+            assert error is not None, caller
+            assert error.code() == grpc.StatusCode.UNAUTHENTICATED, caller
+
+
+def test_plain_text_gets_nowhere(guarded: Guarded) -> None:
+    """Without TLS no role answers, whatever the token."""
+    for role, address in guarded.addresses.items():
+        with grpc.insecure_channel(address) as channel:
+            error = call(channel, next(iter(methods(SERVICES[role][0]))), RIGHT)
+            assert error is not None
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_certificate_without_a_role(guarded: Guarded, tmp_path: Path) -> None:
+    """Of the same CA, but with no role in it: nothing is open, health neither, and the answer says what is missing."""
+    ours = without_role(tmp_path / "roleless", guarded.certificates)
+    for method in methods(SERVICES["ps"][2]):
+        with channel_of(guarded.addresses["ps"], ours) as channel:
+            error = call(channel, method, RIGHT)
+        assert error is not None
+        assert error.code() == grpc.StatusCode.PERMISSION_DENIED
+        assert "names no role: give it the URI pscluster://role/ROLE" in (error.details() or "")
+
+
+def test_workers_create_nothing(guarded: Guarded) -> None:
+    """On the streams that are open to a worker it may read and update; variables and rules are the coordinator's."""
+    create = [
+        ps_pb2.CreateRequest(variable=ps_pb2.VariableSpec(id=7, name="x", dtype="float32", shape=[1])),
+        ps_pb2.CreateRequest(optimizer=ps_pb2.OptimizerSpec(id=1), rule={"module": "os", "qualname": "system"}),
+    ]
+    refused = "does not open the creation of variables"
+    channel = guarded.channel("ps", guarded.certificates / "worker")
+    for request in create:
+        data = pack(ps_pb2.Request(create=request, last=True))
+        reply, _ = unpack(
+            next(channel.stream_stream(f"/{PS_SERVICE.full_name}/Session")(iter([data]), metadata=RIGHT)), ps_pb2.Reply
+        )
+        assert reply.refusal.kind == "not-permitted"
+        assert refused in reply.refusal.message
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.stream_unary(f"/{PS_SERVICE.full_name}/Push")(iter([data]), metadata=RIGHT, timeout=SECONDS)
+        assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        assert refused in (caught.value.details() or "")
+
+
+def test_the_table() -> None:
+    """It names methods that there are, and those that this test knows to be open to others than the coordinator."""
+    there = {method.path for services in SERVICES.values() for service in services for method in methods(service)}
+    assert set(access.CALLERS) <= there
+    for path in there:
+        others = {role for role in access.ROLES if role != "coordinator" and access.may_call(role, path)}
+        assert others == OPEN_TO_OTHERS.get(path.rsplit("/", 1)[1], set()), path
+        assert access.may_call("coordinator", path)
+        assert not access.may_call("somebody", path)
+
+
+def test_tools(guarded: Guarded) -> None:
+    """`pscluster health` and `status` have a certificate that opens what they ask, and no more."""
+    env = {"PSCLUSTER_TOKEN": TOKEN, "PSCLUSTER_TLS": str(guarded.certificates)}
+    config = tf_config({job: [address] for job, address in guarded.addresses.items()}, "ps")
+    code, output = run("status", config=config, **env)
+    assert code == 0, output
+    assert output.count("serving") == 2
+    tool = str(guarded.certificates / "tool")
+    assert run("health", "--tls", tool, guarded.addresses["worker"], PSCLUSTER_TOKEN=TOKEN)[0] == 0
+    for process in guarded.processes:
+        assert process.is_running
+        assert "Traceback" not in process.output
+        assert "PRIVATE KEY" not in process.output
+
+
+def test_a_worker_is_no_coordinator(tmp_path: Path) -> None:
+    """A script that has a worker's key only can't take the cluster, and says why in one line."""
+    certificates = tmp_path / "certificates"
+    make_certificates(certificates)
+    with Roles(make_cluster(), tmp_path, {"PSCLUSTER_TLS": str(certificates)}) as roles:
+        roles.ps()
+        roles.worker()
+        coordinator = roles.coordinator(JOB, options=["--tls", str(certificates / "worker")])
+        assert coordinator.wait() == 1
+        assert "certificate is a worker's, which does not open /pscluster.v1.Node/Attach" in coordinator.output
+        assert "Traceback" not in coordinator.output
+
+
+def test_server_only(tmp_path: Path) -> None:
+    """--tls-server-only asks for no certificate: who has the token and knows the CA gets in, others do not."""
+    certificates, known = tmp_path / "certificates", tmp_path / "known"
+    make_certificates(certificates)
+    known.mkdir()
+    shutil.copy(certificates / "ca.crt", known / "ca.crt")
+    cluster = make_cluster()
+    with Roles(cluster, tmp_path, {"PSCLUSTER_TLS": str(certificates), "PSCLUSTER_TOKEN": TOKEN}) as roles:
+        ps = roles.ps(0, "--tls-server-only")
+        roles.env["PSCLUSTER_TLS_SERVER_ONLY"] = "1"
+        roles.worker()
+        ps.wait_for("serving on")
+        assert run("health", "--tls", str(known), cluster["ps"][0], PSCLUSTER_TOKEN=TOKEN)[0] == 0
+        code, output = run("health", "--tls", str(known), cluster["ps"][0])
+        assert code == 1
+        assert output.startswith("this cluster asks for a token")
+        coordinator = roles.coordinator(JOB)
+        coordinator.wait_for(DONE)
+        assert coordinator.wait() == 0
+
+
+def put(source: Path, target: Path) -> None:
+    """What an operator does: each file is put in its place at once."""
+    for role in access.ROLES:
+        for name in ("ca.crt", "tls.key", "tls.crt"):
+            draft = target / role / f".{name}"
+            shutil.copy(source / role / name, draft)
+            draft.rename(target / role / name)
+
+
+def test_renewal_under_a_running_job(tmp_path: Path) -> None:
+    """All certificates change, the CA too: a server that is started again is found by coordinator and worker."""
+    used, new = tmp_path / "used", tmp_path / "new"
+    make_certificates(used)
+    make_certificates(new)
+    gate, cluster = tmp_path / "gate", make_cluster(ps=2)
+    env = {"PSCLUSTER_TLS": str(used), "PSCLUSTER_DURABILITY": "log", "PSCLUSTER_STATE_DIR": str(tmp_path / "state")}
+    with Roles(cluster, tmp_path, env) as roles:
+        first, second = roles.ps(0), roles.ps(1)
+        worker = roles.worker()
+        coordinator = roles.coordinator(HELD, str(gate))
+        worker.wait_for("running on worker")
+        put(new, used)
+        # A server that goes on: at its next connection it shows the new one, and asks for one of the new CA.
+        until(lambda: is_healthy(cluster["ps"][1], (), tls=Tls(new / "tool"))[0], "the new one is shown")
+        assert "was read again: its certificate is good until" in second.output
+        with first:
+            pass  # killed
+        roles.ps(0).wait_for("serving on")
+        coordinator.wait_for("is in reach again|is back after")
+        gate.touch()
+        coordinator.wait_for(DONE)
+        assert coordinator.wait() == 0
+
+
+def test_a_bad_renewal(tmp_path: Path) -> None:
+    """Files that can't be used are an error in the log, and the certificates of before stay; good ones count again."""
+    certificates = tmp_path / "certificates"
+    make_certificates(certificates)
+    cluster, tool = make_cluster(), Tls(certificates / "tool")
+    old = (certificates / "ps" / "tls.crt").read_bytes()
+    cases = [
+        (b"no certificate at all", "can't be used"),
+        ((certificates / "worker" / "tls.crt").read_bytes(), "tls.key is not the key of"),
+        (None, "holds tls.key, but no tls.crt"),
+    ]
+    with Roles(cluster, tmp_path, {"PSCLUSTER_TLS": str(certificates)}) as roles:
+        ps = roles.ps()
+        ps.wait_for("serving on")
+        for data, why in cases:
+            if data is None:
+                (certificates / "ps" / "tls.crt").unlink()
+            else:
+                (certificates / "ps" / "tls.crt").write_bytes(data)
+
+            def is_said(why: str = why) -> bool:
+                assert is_healthy(cluster["ps"][0], (), tls=tool)[0], "that of before stays"
+                lines = [line for line in ps.output.splitlines() if "the certificates of before stay" in line]
+                return any(why in line for line in lines)
+
+            until(is_said, why)
+        (certificates / "ps" / "tls.crt").write_bytes(old)
+
+        def is_back() -> bool:
+            assert is_healthy(cluster["ps"][0], (), tls=tool)[0]
+            return "was read again" in ps.output
+
+        until(is_back, "the good one is taken up")
+
+
+@contextmanager
+def serving(folder: Path | None, address: str = "127.0.0.1:0", mutual: bool = True) -> Iterator[str]:
+    """A gRPC server with whatever is in the folder; None: plain text. Its address."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    if folder is None:
+        port = server.add_insecure_port(address)
+    else:
+        pair = ((folder / "tls.key").read_bytes(), (folder / "tls.crt").read_bytes())
+        root = (folder / "ca.crt").read_bytes() if mutual else None
+        port = server.add_secure_port(address, grpc.ssl_server_credentials([pair], root, mutual))
+    server.start()
+    try:
+        yield f"{address.rpartition(':')[0]}:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
+    """Another CA, an expired certificate, another host, plain text, none to show: each is said, with the mend."""
+    ours, other, old, bare = (tmp_path / name for name in ("ours", "other", "old", "bare"))
+    make_certificates(ours)
+    make_certificates(other)
+    shutil.copytree(ours, old)
+    renew_certificates(old, days=-1)
+    bare.mkdir()
+    shutil.copy(ours / "ca.crt", bare / "ca.crt")
+    strict = {"PSCLUSTER_TLS": str(ours)}
+    with ExitStack() as stack:
+        good, foreign = stack.enter_context(serving(ours / "ps")), stack.enter_context(serving(other / "ps"))
+        expired, plain = stack.enter_context(serving(old / "ps")), stack.enter_context(serving(None))
+        elsewhere = stack.enter_context(serving(ours / "ps", "127.0.0.2:0"))
+        suspicious = stack.enter_context(serving_ours_asking_others(ours, other, tmp_path))
+        cases: list[tuple[str, dict[str, str], str]] = [
+            (foreign, strict, f"its certificate is of none of the CAs in {ours}/tool/ca.crt: give both sides"),
+            (expired, strict, "its certificate (or its CA's) has expired; `pscluster certs DIR --renew` makes"),
+            (
+                elsewhere,
+                strict,
+                "its certificate does not name 127.0.0.2; `pscluster certs DIR --renew --host 127.0.0.2`",
+            ),
+            (plain, strict, "it speaks no TLS, but this process was told to: start it with --tls or PSCLUSTER_TLS"),
+            (good, {"PSCLUSTER_TLS": str(bare)}, f"it asks for a certificate, but {bare} holds no tls.crt and tls.key"),
+            (suspicious, strict, f"it refused our certificate {ours}/tool/tls.crt: is its CA in the ca.crt there?"),
+            (
+                good,
+                {},
+                "it speaks TLS, but this process was given no certificates: say --tls DIR, or set PSCLUSTER_TLS",
+            ),
+        ]
+        results = run_all([(["health", address], env) for address, env, _ in cases])
+        for (code, output), (address, _, sentence) in zip(results, cases, strict=True):
+            assert code == 1, output
+            assert output.startswith(f"{address} does not answer: {sentence}"), output
+        # A role that needs it does not wait for what waiting does not mend.
+        cluster = make_cluster()
+        for address, env, sentence in (cases[0], cases[6]):
+            config = tf_config({**cluster, "ps": [address]}, "worker")
+            code, output = run("worker", config=config, **env)
+            assert code == 1, output
+            last = output.splitlines()[-1]
+            assert last.startswith(
+                f"pscluster: ps 0 at {address} can't be talked to: {sentence}".replace("/tool/", "/worker/")
+            )
+            assert "Traceback" not in output
+
+
+@contextmanager
+def serving_ours_asking_others(ours: Path, other: Path, folder: Path) -> Iterator[str]:
+    """A server with our certificate that believes another CA only."""
+    mixed = folder / "mixed"
+    shutil.copytree(ours / "ps", mixed)
+    shutil.copy(other / "ca.crt", mixed / "ca.crt")
+    with serving(mixed) as address:
+        yield address
+
+
+def test_unusable_files(tmp_path: Path) -> None:
+    """What can't be used is refused at the start: exit code 2 and one line that names the file and the mend."""
+    good, old = tmp_path / "good", tmp_path / "old"
+    make_certificates(good)
+    shutil.copytree(good, old)
+    renew_certificates(old, days=-1)
+
+    def changed(name: str, **files: bytes | None) -> str:
+        shutil.copytree(good / "ps", tmp_path / name)
+        for kind, data in files.items():
+            path = tmp_path / name / f"tls.{kind}" if kind != "ca" else tmp_path / name / "ca.crt"
+            path.unlink()
+            if data is not None:
+                path.write_bytes(data)
+        return str(tmp_path / name)
+
+    (tmp_path / "empty").mkdir()
+    other = (good / "worker" / "tls.key").read_bytes()
+    cases = [
+        (str(tmp_path / "nowhere"), "is no folder"),
+        (str(tmp_path / "empty"), "holds none of tls.crt, tls.key, ca.crt"),
+        (str(old), "expired at"),
+        (changed("keyless", key=None), "holds tls.crt, but no tls.key"),
+        (changed("mixed", key=other), "tls.key is not the key of"),
+        (changed("garbage", crt=b"\x00\xff" * 100), "tls.crt can't be used"),
+        (
+            changed("rubbish", key=b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"),
+            "tls.key can't be used",
+        ),
+        (changed("no CA", ca=b"none"), "ca.crt can't be used"),
+        (changed("ca only", crt=None, key=None), "holds no tls.crt and tls.key, without which nobody can be served"),
+    ]
+    config = tf_config(make_cluster(), "ps")
+    results = run_all([(["ps"], {"TF_CONFIG": config, "PSCLUSTER_TLS": folder}) for folder, _ in cases[:-1]])
+    results.append(run("ps", config=config, PSCLUSTER_TLS=cases[-1][0]))  # found when it is about to serve
+    for (code, output), (folder, sentence) in zip(results, cases, strict=True):
+        assert code == 2, output
+        assert output.startswith("pscluster: ")
+        assert folder in output
+        assert sentence in output
+        assert "`pscluster certs DIR" in output
+        assert len(output.splitlines()) == 1
+    code, output = run("ps", "--tls-server-only", config=config)
+    assert code == 2
+    assert "there are no certificates: say --tls DIR" in output
+
+
+def test_the_token_in_plain_text(tmp_path: Path) -> None:
+    """Off loopback, a role neither listens nor dials in plain text with a token, unless told to: one sentence."""
+    (tmp_path / "job.py").write_text(JOB)
+    (address,) = free_addresses(1)
+    port = address.partition(":")[2]
+    far = {"ps": ["ps0.example.com:2222"], "worker": [address], "chief": [f"c.example.com:{port}"]}
+    near = {**make_cluster(), "chief": far["chief"]}
+    listening = (
+        f"refusing to listen on 0.0.0.0:{port} in plain text, where anybody on the way could read the cluster token"
+    )
+    sending = "refusing to send the cluster token to ps 0 at ps0.example.com:2222 in plain text"
+    mend = ("--tls DIR", "PSCLUSTER_TLS", "`pscluster certs DIR` makes", "--insecure")
+    cases: list[tuple[Sequence[str], str, str]] = [
+        (["ps", "--bind", f"0.0.0.0:{port}"], tf_config(near, "ps"), listening),
+        (["worker"], tf_config(far, "worker"), sending),
+        (["status"], tf_config({"ps": far["ps"]}, "ps"), sending),
+        (["health", "ps0.example.com:2222"], "", "refusing to send the cluster token to ps0.example.com:2222 in plain"),
+    ]
+    env = {"PSCLUSTER_TOKEN": TOKEN}
+    results = run_all([(arguments, {"TF_CONFIG": config, **env}) for arguments, config, _ in cases])
+    # Found by the script, which makes the strategy.
+    results.append(run("coordinator", str(tmp_path / "job.py"), config=tf_config(far, "chief"), **env))
+    cases.append(([], "", sending))
+    for (code, output), (_, _, sentence) in zip(results, cases, strict=True):
+        assert code == 2, output
+        assert output.splitlines()[-1].startswith(f"pscluster: {sentence}"), output
+        assert all(word in output for word in mend), output
+        assert TOKEN not in output
+    asking = ["health", "no-such-host.invalid:2222"]
+    results = run_all(
+        [
+            ([*asking, "--insecure"], env),
+            (asking, {**env, "PSCLUSTER_INSECURE": "1"}),
+            (asking, {**env, "PSCLUSTER_INSECURE": "yes"}),
+        ]
+    )
+    assert [code for code, _ in results] == [1, 1, 2]
+    assert all("no-such-host.invalid:2222 does not answer" in output for _, output in results[:2])
+    assert "PSCLUSTER_INSECURE is 'yes', but it is 1 or 0" in results[2][1]
+
+
+def test_off_loopback(tmp_path: Path) -> None:
+    """Mutual TLS opens other interfaces without a token; plain text needs to be asked for, and is logged."""
+    certificates = tmp_path / "certificates"
+    make_certificates(certificates)
+    addresses = free_addresses(2)
+    for address, env, options in (
+        (addresses[0], {"PSCLUSTER_TLS": str(certificates)}, []),
+        (addresses[1], {"PSCLUSTER_TOKEN": TOKEN, "PSCLUSTER_INSECURE": "1"}, []),
+    ):
+        port = address.partition(":")[2]
+        with Roles({"ps": [f"ps0.example.com:{port}"]}, tmp_path, env) as roles:
+            ps = roles.ps(0, *options)
+            ps.wait_for(f"serving on 0.0.0.0:{port}")
+            said = f"WARNING listening on 0.0.0.0:{port} in plain text (--insecure)" in ps.output
+            assert said == ("PSCLUSTER_INSECURE" in env)
+            assert run("health", address, **env)[0] == 0
+
+
+def test_a_local_cluster_that_others_reach(tmp_path: Path) -> None:
+    """It makes its certificates itself: steps, large arrays both ways, a worker's death; no key is left."""
+    with LocalCluster(2, 2, host="0.0.0.0", log_level="ERROR") as cluster:
+        assert cluster.tls is not None
+        folder = Path(cluster.tls_folder)
+        assert stat.S_IMODE((folder / "ca.key").stat().st_mode) == 0o600
+        with ParameterServerStrategy(cluster) as strategy:
+            with strategy.scope():
+                table = Variable(
+                    np.zeros((3 << 20,), np.float32), name="table"
+                )  # 12 MiB: in frames, on its own channel
+            coordinator = ClusterCoordinator(strategy)
+
+            def step() -> None:
+                table.assign_add(np.ones(table.shape, np.float32))
+
+            for _ in range(6):
+                coordinator.schedule(step)
+            coordinator.join()
+            cluster.kill("worker", 0)
+            for _ in range(6):
+                coordinator.schedule(step)
+            coordinator.join()
+            assert np.unique(table.numpy()).tolist() == [12.0]
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("folder", ["", "its own"])
+def test_a_local_cluster_hands_on_its_own(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the environment says of another cluster's certificates reaches neither its processes nor the script's."""
+    monkeypatch.setenv("PSCLUSTER_TLS", "of another cluster")
+    monkeypatch.setenv("PSCLUSTER_TLS_SERVER_ONLY", "1")
+    environment = child_environ({}, "{}", TOKEN, folder)
+    assert environment.get("PSCLUSTER_TLS", "") == folder
+    assert "PSCLUSTER_TLS_SERVER_ONLY" not in environment
+
+
+def names_in(path: Path) -> list[str]:
+    """The names of a certificate."""
+    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in names]
+
+
+def test_certs_command(tmp_path: Path) -> None:
+    """It makes what it says, for its owner only, once; --renew keeps CA, keys and hosts."""
+    folder = tmp_path / "certificates"
+    cluster = {"ps": ["ps-0:2222"], "worker": ["worker-0:2222", "10.0.0.7:2222"], "chief": ["[2001:db8::1]:2222"]}
+    options = ("--host", "host.example.com", "--host", "192.0.2.1", "--days", "30")
+    assert run("certs", str(folder), *options, config=tf_config(cluster, "ps")) == (0, "")
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    own = [f"{role}/{name}" for role in access.ROLES for name in ("ca.crt", "tls.crt", "tls.key")]
+    assert files == sorted(["ca.crt", "ca.key", *own])
+    for path in (folder, *folder.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+    everywhere = ["localhost", "127.0.0.1", "::1", "host.example.com", "192.0.2.1"]
+    assert names_in(folder / "tool" / "tls.crt") == [*everywhere, "pscluster://role/tool"]
+    assert names_in(folder / "ps" / "tls.crt") == [*everywhere, "ps-0", "pscluster://role/ps"]
+    assert set(names_in(folder / "worker" / "tls.crt")) == {
+        *everywhere,
+        "worker-0",
+        "10.0.0.7",
+        "pscluster://role/worker",
+    }
+    assert "2001:db8::1" in names_in(folder / "coordinator" / "tls.crt")
+    before = {name: (folder / name).read_bytes() for name in files}
+
+    code, output = run("certs", str(folder))
+    assert code == 2
+    assert output.startswith(f"pscluster: there are certificates in {folder}, which stay as they are: say --renew")
+    assert {name: (folder / name).read_bytes() for name in files} == before
+
+    assert run("certs", str(folder), "--renew", "--host", "another.example.com") == (0, "")
+    changed = [name for name in files if (folder / name).read_bytes() != before[name]]
+    assert changed == sorted(f"{role}/tls.crt" for role in access.ROLES)
+    assert {"ps-0", "another.example.com"} < set(names_in(folder / "ps" / "tls.crt"))
+    assert names_in(folder / "ps" / "tls.crt").count("pscluster://role/ps") == 1
+    assert sorted(path.name for path in folder.rglob(".*")) == [], "no draft is left"
+
+    for arguments, sentence in (
+        (["certs", str(tmp_path / "none"), "--renew"], "can't renew the certificates in"),
+        (["certs", str(tmp_path / "no" / "certificates")], "can't make the certificates' folder"),
+        (["certs", str(tmp_path / "x"), "--host", "a/b"], "--host 'a/b' is neither a name nor an IP address"),
+    ):
+        code, output = run(*arguments)
+        assert code == 2
+        assert output.startswith(f"pscluster: {sentence}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["certificates"], "nothing is left of what failed"
+
+
+def test_create_tls_race(tmp_path: Path) -> None:
+    """Roles that all are to create certificates agree on one CA, and a job runs with them, without a token."""
+    folder = tmp_path / "tls"
+    with Roles(make_cluster(ps=2), tmp_path) as roles:
+        roles.ps(0, "--create-tls", "--tls", str(folder))
+        roles.ps(1, "--create-tls", "--tls", str(folder))
+        roles.worker(0, "--create-tls", "--tls", str(folder))
+        coordinator = roles.coordinator(JOB, options=["--create-tls", "--tls", str(folder)])
+        coordinator.wait_for(DONE)
+        assert coordinator.wait() == 0
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["script.py", "tls"], "no draft is left"
+    code, output = run("ps", "--create-tls", config=tf_config(make_cluster(), "ps"))
+    assert (code, output) == (2, "pscluster: --create-tls needs --tls or PSCLUSTER_TLS to name the folder\n")
+
+
+def test_who_loads_what(tmp_path: Path) -> None:
+    """One folder for all roles of a machine, or a role's own; the option goes before the variable."""
+    certificates = tmp_path / "certificates"
+    make_certificates(certificates)
+    assert load_tls("ps", environ={}) is None
+    found = load_tls("worker", environ={"PSCLUSTER_TLS": str(certificates)})
+    assert found is not None
+    assert found.folder == certificates / "worker"
+    assert found.is_mutual
+    assert Tls(certificates / "ps").folder == certificates / "ps"
+    found = load_tls("worker", certificates / "ps", environ={"PSCLUSTER_TLS": str(tmp_path / "nowhere")})
+    assert found is not None
+    assert found.folder == certificates / "ps"
+    with pytest.raises(ConfigurationError, match="PSCLUSTER_TLS_SERVER_ONLY is '2', but it is 1 or 0"):
+        load_tls("ps", environ={"PSCLUSTER_TLS_SERVER_ONLY": "2"})
+    assert ssl.OPENSSL_VERSION_NUMBER >= 0x10101000, "the probe of `why_not` needs ALPN and TLS 1.3"
