@@ -466,6 +466,78 @@ def telemetry(n: int, mib: int, reads: int, rounds: int) -> dict[str, dict[str, 
         }
 
 
+# LocalCluster always has a token: its processes are started without one here.
+_WITHOUT_TOKEN = """
+import json, os, runpy
+del os.environ["PSCLUSTER_TOKEN"]
+runpy.run_module("pscluster." + json.loads(os.environ["TF_CONFIG"])["task"]["type"], run_name="__main__")
+"""
+
+
+def security(functions: int, moves: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Functions a second, and GB/s of pulls and pushes by a worker, by how callers are known and what is encrypted.
+
+    All clusters are up at the same time and are asked in turn, so that what the machine does besides meets all of them.
+    """
+    kinds: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+        "none": ({"_command": (sys.executable, "-c", _WITHOUT_TOKEN)}, {}),
+        "token": ({}, {}),
+        "token, TLS": ({"tls": True}, {"PSCLUSTER_TLS_SERVER_ONLY": "1"}),
+        "token, mutual TLS": ({"tls": True}, {}),
+    }
+    with contextlib.ExitStack() as stack:
+        work: dict[tuple[str, str], Callable[[], float]] = {}
+        for kind, (options, env) in kinds.items():
+            settings = {**THREADS, "PSCLUSTER_KEEP_MIB": "0", **env}
+            cluster = stack.enter_context(LocalCluster(1, 2, env=settings, log_level="ERROR", **options))
+            token = "" if kind == "none" else None
+            strategy = stack.enter_context(ParameterServerStrategy(cluster, token=token, job_name=kind))
+            coordinator = ClusterCoordinator(strategy)
+            work.update({(kind, name): do for name, do in _moves(strategy, coordinator, functions, moves).items()})
+        found: dict[tuple[str, str], list[float]] = {key: [] for key in work}
+        for number in range(rounds + 1):
+            order = sorted(work, key=lambda key: key[1])
+            for key in order if number % 2 else reversed(order):
+                rate = work[key]()
+                if number:
+                    found[key].append(rate)
+        medians = {key: statistics.median(rates) for key, rates in found.items()}
+        return {kind: {name: medians[kind, name] for at, name in work if at == kind} for kind in kinds}
+
+
+def _moves(
+    strategy: ParameterServerStrategy, coordinator: ClusterCoordinator, functions: int, moves: int
+) -> dict[str, Callable[[], float]]:
+    def dispatched() -> float:
+        def work() -> None:
+            for _ in range(functions):
+                coordinator.schedule(_nothing)
+            coordinator.join()
+
+        return functions / timed(work)
+
+    found: dict[str, Callable[[], float]] = {"functions/s": dispatched}
+    for mib in (1, 40):
+        with strategy.scope():
+            variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
+        count = max(moves // mib, 5)
+
+        def pulled(variable: Variable, count: int) -> float:
+            return timed(lambda: [strategy.read([variable]) for _ in range(count)])
+
+        def pushed(variable: Variable, count: int) -> float:
+            ones = np.ones(variable.shape, np.float32)
+            return timed(lambda: [variable.assign_add(ones) for _ in range(count)])
+
+        for name, move in (("pull", pulled), ("push", pushed)):
+
+            def rate(move: Any = move, variable: Any = variable, count: int = count, mib: int = mib) -> float:
+                return count * mib * MIB / 1e9 / coordinator.schedule(move, args=(variable, count)).fetch(timeout=120)
+
+            found[f"{name} {mib} MiB, GB/s"] = rate
+    return found
+
+
 def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
     """Nothing to start: each question does."""
     handlers: list[Callable[..., Any]] = [
@@ -481,6 +553,7 @@ def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
         data_path,
         packing,
         telemetry,
+        security,
     ]
     return {handler.__name__: handler for handler in handlers}, {}
 

@@ -500,6 +500,25 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             {"": {"n": 10_000 if quick else 20_000, "mib": 40, "reads": 6, "rounds": 5 if quick else 21}},
             nothing,
         )
+    if wanted("cost-security"):
+
+        def compared(answers: dict[str, dict[str, dict[str, float]]]) -> tuple[str, bool]:
+            by_kind = answers["in turn"]
+            base = by_kind["none"]
+            shown = (
+                f"{kind}: "
+                + ", ".join(f"{name} {rate:,.2f} ({rate / base[name]:.2f} x)" for name, rate in rates.items())
+                for kind, rates in by_kind.items()
+            )
+            return "; ".join(shown), all(rate >= 0.95 * base[name] for name, rate in by_kind["token"].items())
+
+        bench.cost(
+            "functions, pulls and pushes, by token and TLS",
+            "a token alone 0.95 x of none",
+            "security",
+            {"in turn": {"functions": 1000 if quick else 3000, "moves": 200, "rounds": 3 if quick else 9}},
+            compared,
+        )
 
 
 MOVES = ("pull", "push")
@@ -516,6 +535,7 @@ COSTS = (
     "cost-data",
     "cost-packing",
     "cost-telemetry",
+    "cost-security",
 )
 
 
