@@ -31,6 +31,7 @@ import grpc
 
 from pscluster.core.cluster import is_loopback, split_address
 from pscluster.core.errors import ConfigurationError
+from pscluster.core.tokens import LOOK_SECONDS, stamp
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +39,11 @@ TLS_VARIABLE = "PSCLUSTER_TLS"
 SERVER_ONLY_VARIABLE = "PSCLUSTER_TLS_SERVER_ONLY"
 INSECURE_VARIABLE = "PSCLUSTER_INSECURE"
 CERTIFICATE, KEY, AUTHORITIES = "tls.crt", "tls.key", "ca.crt"
-LOOK_SECONDS = 1.0
-"""So often, at most, the files are looked at again."""
-
 _PROBE_SECONDS = 2.0
 _MEND = "`pscluster certs DIR` makes certificates"
 _UNTRUSTED = frozenset({2, 18, 19, 20, 21})  # OpenSSL's numbers of what it says where a certificate's CA is not known
 _NOT_YET, _EXPIRED = 9, 10
+_CLOSED = "it closed the connection"
 _OTHER_NAME = frozenset({62, 64})
 
 
@@ -74,7 +73,7 @@ class Tls:
         """Rises when the files were read anew."""
         self._server_only = server_only
         self._lock = threading.Lock()
-        self._stamp = _stamp(folder)
+        self._stamps = _stamps(folder)
         self._files = _read(folder)
         self._next_look = time.monotonic() + LOOK_SECONDS
 
@@ -89,10 +88,10 @@ class Tls:
             if time.monotonic() < self._next_look:
                 return self.generation
             self._next_look = time.monotonic() + LOOK_SECONDS
-            stamp = _stamp(self.folder)
-            if stamp == self._stamp:
+            stamps = _stamps(self.folder)
+            if stamps == self._stamps:
                 return self.generation
-            self._stamp = stamp
+            self._stamps = stamps
             try:
                 files = _read(self.folder)
                 if self.is_mutual and files.authorities is None:
@@ -149,9 +148,15 @@ class Tls:
         tells what it sees.
         """
         self.look_again()
-        files, host = self._files, split_address(address)[0]
+        # A server that stops just now closes connections, too: only one that does it twice has refused us.
+        if (why := self._why_not(address)) == _CLOSED:
+            why = self._why_not(address)
+        return self._why_refused() if why == _CLOSED else why
+
+    def _why_not(self, address: str) -> str | None:
+        files, host, shaken = self._files, split_address(address)[0], False
         try:
-            authorities = None if files.authorities is None else files.authorities.decode()
+            authorities = None if files.authorities is None else files.authorities.decode("ascii", "ignore")
             context = ssl.create_default_context(cadata=authorities)
             if files.certificate is not None and files.key is not None:
                 with tempfile.NamedTemporaryFile() as file:  # ssl reads certificates from files only; mode 0600
@@ -159,20 +164,20 @@ class Tls:
                     file.flush()
                     context.load_cert_chain(file.name)
             context.set_alpn_protocols(["h2"])
+            context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as gRPC sees it
             with _connected(address) as plain, context.wrap_socket(plain, server_hostname=host) as connection:
-                if connection.recv(1):
-                    return None
+                shaken = True  # in TLS 1.3 it is only now that the other side looks at our certificate
+                return None if connection.recv(1) else _CLOSED
         except ssl.SSLCertVerificationError as error:
             return self._why_untrusted(error, host)
         except ssl.SSLError as error:
             if error.reason == "WRONG_VERSION_NUMBER":
                 return f"it speaks no TLS, but this process was told to: start it with --tls or {TLS_VARIABLE}, too"
-            return None
+            return _CLOSED if "ALERT" in (error.reason or "") else None
         except (ConnectionResetError, BrokenPipeError):
-            pass
+            return _CLOSED if shaken else None
         except OSError:
             return None
-        return self._why_refused()
 
     def _why_untrusted(self, error: ssl.SSLCertVerificationError, host: str) -> str:
         if error.verify_code in (_EXPIRED, _NOT_YET):
@@ -268,17 +273,9 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-def _stamp(folder: Path) -> object:
-    """Differs when a file was written anew."""
-    found: list[object] = []
-    for name in (CERTIFICATE, KEY, AUTHORITIES):
-        try:
-            status = (folder / name).stat()
-        except OSError:
-            found.append(None)
-        else:
-            found.append((status.st_mtime_ns, status.st_ino, status.st_size))
-    return found
+def _stamps(folder: Path) -> list[object]:
+    """Differ when a file was written anew."""
+    return [stamp(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES)]
 
 
 def _read(folder: Path) -> _Files:

@@ -75,7 +75,7 @@ class Token(str):
         """The first is sent. The file they are from is looked at again."""
         token = Token(tokens[0])
         token._known = frozenset(each.encode() for each in tokens)
-        token._file, token._stamp = file, None if file is None else _stamp(file)
+        token._file, token._stamp = file, None if file is None else stamp(file)
         token._next_look = time.monotonic() + LOOK_SECONDS
         return token
 
@@ -88,10 +88,10 @@ class Token(str):
         if self._file is None or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_SECONDS
-        stamp = _stamp(self._file)
-        if stamp == self._stamp:
+        now = stamp(self._file)
+        if now == self._stamp:
             return
-        self._stamp = stamp
+        self._stamp = now
         try:
             self._known = load_token(self._file)._known  # type: ignore[union-attr]  # a file that is named has one
         except ConfigurationError as error:
@@ -100,7 +100,7 @@ class Token(str):
             logger.info("%s was read again: it holds %d tokens", self._file, len(self._known))
 
 
-def _stamp(file: Path) -> object:
+def stamp(file: Path) -> object:
     """Differs when the file was written anew; None if it is not there."""
     try:
         found = file.stat()
