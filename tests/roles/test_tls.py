@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -190,15 +191,15 @@ def test_workers_create_nothing(guarded: Guarded) -> None:
     ]
     refused = "does not open the creation of variables"
     channel = guarded.channel("ps", guarded.certificates / "worker")
+    session: Any = channel.stream_stream(f"/{PS_SERVICE.full_name}/Session")
+    push: Any = channel.stream_unary(f"/{PS_SERVICE.full_name}/Push")
     for request in create:
         data = pack(ps_pb2.Request(create=request, last=True))
-        reply, _ = unpack(
-            next(channel.stream_stream(f"/{PS_SERVICE.full_name}/Session")(iter([data]), metadata=RIGHT)), ps_pb2.Reply
-        )
+        reply, _ = unpack(next(session(iter([data]), metadata=RIGHT, timeout=SECONDS)), ps_pb2.Reply)
         assert reply.refusal.kind == "not-permitted"
         assert refused in reply.refusal.message
         with pytest.raises(grpc.RpcError) as caught:
-            channel.stream_unary(f"/{PS_SERVICE.full_name}/Push")(iter([data]), metadata=RIGHT, timeout=SECONDS)
+            push(iter([data]), metadata=RIGHT, timeout=SECONDS)
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
         assert refused in (caught.value.details() or "")
 
@@ -501,13 +502,13 @@ def test_off_loopback(tmp_path: Path) -> None:
     certificates = tmp_path / "certificates"
     make_certificates(certificates)
     addresses = free_addresses(2)
-    for address, env, options in (
-        (addresses[0], {"PSCLUSTER_TLS": str(certificates)}, []),
-        (addresses[1], {"PSCLUSTER_TOKEN": TOKEN, "PSCLUSTER_INSECURE": "1"}, []),
+    for address, env in (
+        (addresses[0], {"PSCLUSTER_TLS": str(certificates)}),
+        (addresses[1], {"PSCLUSTER_TOKEN": TOKEN, "PSCLUSTER_INSECURE": "1"}),
     ):
         port = address.partition(":")[2]
         with Roles({"ps": [f"ps0.example.com:{port}"]}, tmp_path, env) as roles:
-            ps = roles.ps(0, *options)
+            ps = roles.ps()
             ps.wait_for(f"serving on 0.0.0.0:{port}")
             said = f"WARNING listening on 0.0.0.0:{port} in plain text (--insecure)" in ps.output
             assert said == ("PSCLUSTER_INSECURE" in env)
