@@ -25,7 +25,7 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.errors import FunctionError
-from pscluster.core.telemetry import MAX_LABELS, OTHER
+from pscluster.core.telemetry import MAX_LABELS, OTHER, Telemetry
 from pscluster.ps.telemetry import ServerTelemetry
 from pscluster.worker.telemetry import WorkerTelemetry
 
@@ -132,7 +132,11 @@ def test_large_reads_and_updates(own_strategy: ParameterServerStrategy) -> None:
 def test_every_figure_is_there(own_strategy: ParameterServerStrategy) -> None:
     """Each role serves what it says it has, of the kind that it says, and nothing else."""
     ClusterCoordinator(own_strategy)
-    kinds = {"coordinator": CoordinatorTelemetry, "ps": ServerTelemetry, "worker": WorkerTelemetry}
+    kinds: dict[str, type[Telemetry]] = {
+        "coordinator": CoordinatorTelemetry,
+        "ps": ServerTelemetry,
+        "worker": WorkerTelemetry,
+    }
     for role, address in addresses(own_strategy).items():
         telemetry = kinds[role.split()[0]]
         described = {

@@ -10,8 +10,6 @@ from pscluster.coordinator.scheduler import Task
 from pscluster.core.telemetry import Histogram
 from pscluster.core.telemetry.recording import MAX_FUNCTIONS
 
-_FEW = 16
-
 
 class Attempt(NamedTuple):
     """One run of a function, from here. Times: seconds of `time.monotonic()`."""
@@ -52,12 +50,8 @@ class CoordinatorCounts:
         self.attempts: deque[Attempt] = deque(maxlen=MAX_FUNCTIONS)
 
     def sent(self, tasks: Sequence[Task[Any]], now: float) -> None:
-        """These were sent. Under the dispatcher's lock."""
-        if len(tasks) <= _FEW:
-            for task in tasks:
-                self.dispatches.add(now - task.since)
-        else:  # they were scheduled one behind the other
-            self.dispatches.add_falling(now - tasks[0].since, now - tasks[-1].since, len(tasks))
+        """These were sent, in the order in which they were scheduled, nearly. Under the dispatcher's lock."""
+        self.dispatches.add_falling(now - tasks[0].since, now - tasks[-1].since, len(tasks))
 
     def remember(self, task: Task[Any], name: str, worker: int, end: float, how: str) -> None:
         """Put a run of it on the record. Under the dispatcher's lock."""

@@ -1030,7 +1030,7 @@ class Dispatcher:
                     seconds = outcome.seconds
                     task = scheduler.finish(index, number, seconds)
                     if task is not None:
-                        # As `is_remembered`, but without a call.
+                        # As the worker does.
                         if seconds >= SHORT_SECONDS or not number & (EACH - 1) or task.attempts > 1:
                             counts.remember(task, task.payload.function.name, index, begin, "done")
                         self._visited(task.payload, outcome)

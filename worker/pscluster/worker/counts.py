@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from pscluster.core.telemetry import Histogram
+from pscluster.core.telemetry import SECONDS, Histogram
 from pscluster.core.telemetry.recording import Recording, Run
 from pscluster.v1 import worker_pb2
 
@@ -16,11 +16,17 @@ _HOW = {
 }
 
 
+SHORTEST_SECONDS = SECONDS[0]
+"""Functions that take no longer than that have a counter of their own: see `WorkerCounts`."""
+
+
 class WorkerCounts:
     """Of all coordinators that it has worked for.
 
     Attributes:
         runs: seconds of each function that ran, its arguments' and result's coding not counted.
+        shortest, shortest_seconds: of these, how many took at most `SHORTEST_SECONDS`, and how long all of them did;
+            they are not among `runs` before `all_runs`.
         failed, cancelled: of those.
         returned: functions that were given back and never began.
         attachments: how often a coordinator took it.
@@ -30,11 +36,20 @@ class WorkerCounts:
 
     def __init__(self, recording: Recording) -> None:
         self.runs = Histogram()
+        self.shortest, self.shortest_seconds = 0, 0.0
         self.failed = self.cancelled = self.returned = self.attachments = 0
         self.data_seconds = 0.0
         self.idle_since = 0.0
         self.recording = recording
         self._idle_seconds = 0.0
+
+    def all_runs(self) -> Histogram:
+        """The seconds of all functions that ran."""
+        found = Histogram()
+        found.counts = list(self.runs.counts)
+        found.counts[0] += self.shortest
+        found.total = self.runs.total + self.shortest_seconds
+        return found
 
     def waited_for_data(self, seconds: float) -> None:
         """A function has."""

@@ -31,10 +31,10 @@ from pscluster.core.errors import FunctionCancelled, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Buffer
 from pscluster.core.handles import Handle
-from pscluster.core.telemetry.recording import Recording, is_remembered
+from pscluster.core.telemetry.recording import EACH, SHORT_SECONDS, Recording
 from pscluster.core.values import decode_call, encode
 from pscluster.v1 import worker_pb2
-from pscluster.worker.counts import WorkerCounts
+from pscluster.worker.counts import SHORTEST_SECONDS, WorkerCounts
 from pscluster.worker.datasets import EndOfIterator
 from pscluster.worker.failures import failure_of
 from pscluster.worker.job import Job
@@ -194,7 +194,7 @@ class Runner:
             self._condition.notify_all()
 
     def _run_one(self, position: int, step: worker_pb2.Step, received: float) -> Outcome:
-        context, counts = self._running, self._counts
+        context, counts, seconds = self._running, self._counts, 0.0
         assert context is not None  # set by _next
         arguments = self._job.pop_arguments(position)
         outcome = Outcome(function=step.function)
@@ -211,17 +211,18 @@ class Runner:
                 args, kwargs = self._arguments(step, arguments, parts)
                 begin = time.monotonic()
                 result = _called(function, args, kwargs, parts)
-            outcome.seconds = time.monotonic() - begin
+            outcome.seconds = seconds = time.monotonic() - begin
             reach("worker.run.after")
             if step.want_result and result is not None:
                 self._encode_result(step.function, result, outcome)
             outcome.kind = Outcome.DONE
         except FunctionCancelled:
             outcome.kind = Outcome.CANCELLED
-            outcome.seconds = time.monotonic() - begin
+            outcome.seconds = seconds = time.monotonic() - begin
             counts.cancelled += 1
         except BaseException as error:  # a step's sys.exit() must not end the worker
-            outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=time.monotonic() - begin)
+            seconds = time.monotonic() - begin
+            outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=seconds)
             counts.failed += 1
             outcome.failure.CopyFrom(failure_of(_without_stop(error)))
         if step.parts:
@@ -231,9 +232,13 @@ class Runner:
             for number, part in enumerate(parts):
                 for skipped in part.skipped:
                     outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=number)
-        seconds = outcome.seconds
-        counts.runs.add(seconds)
-        if is_remembered(step.function, seconds, step.attempt):
+        # Of a function that takes nothing this is a part of a hundred: no calls.
+        if seconds <= SHORTEST_SECONDS:
+            counts.shortest += 1
+            counts.shortest_seconds += seconds
+        else:
+            counts.runs.add(seconds)
+        if seconds >= SHORT_SECONDS or not context.function & (EACH - 1) or context.attempt > 1:
             counts.remember(step, received, begun, begin, seconds, counts.data_seconds - data_before, outcome.kind)
         return outcome
 

@@ -51,7 +51,7 @@ class WorkerTelemetry(Telemetry):
             "functions_returned_total": counts.returned,
             "functions_running": running,
             "functions_waiting": waiting,
-            "run_seconds": counts.runs.plain(),
+            "run_seconds": counts.all_runs().plain(),
             "idle_seconds_total": counts.idle_seconds,
             "data_wait_seconds_total": counts.data_seconds,
             "attachments_total": counts.attachments,

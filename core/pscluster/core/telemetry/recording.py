@@ -17,7 +17,7 @@ from pscluster.v1 import node_pb2
 
 SHORT_SECONDS = 0.001
 EACH = 16
-"""A power of two."""
+"""A power of two: whoever runs functions, or hands them out, asks for the rest by `&`, without a call."""
 
 MAX_FUNCTIONS = 2048
 MAX_REQUESTS = 8192
@@ -63,11 +63,6 @@ class Served(NamedTuple):
     what: str
     begin: float
     end: float
-
-
-def is_remembered(function: int, seconds: float, attempt: int) -> bool:
-    """Is a function with this number, which ran so long, for the n-th time, one of those that are remembered?"""
-    return seconds >= SHORT_SECONDS or not function & (EACH - 1) or attempt > 1
 
 
 class Recording:
