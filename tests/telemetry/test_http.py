@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tests.conftest import until
-from tests.telemetry.scraping import SECONDS, get, scrape
+from tests.telemetry.scraping import SECONDS, Scraped, get, scrape
 from tests.telemetry.test_figures import OneRole
 
+from pscluster.core.certificates import make_certificates
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.serving import RoleOptions, metrics_port_of, options_of_environ, serve_metrics
 from pscluster.core.telemetry import exposition
 from pscluster.core.telemetry.exposition import MetricsServer
+from pscluster.core.tls import load_tls
 
 TOKEN = "correct-horse-battery-staple"
 
@@ -92,12 +97,42 @@ def test_off_loopback_the_token_is_asked_for(telemetry: OneRole) -> None:
         server.close()
 
 
+def test_off_loopback_with_certificates(telemetry: OneRole, tmp_path: Path) -> None:
+    """It is served over TLS, with the role's certificate; plain text, and who never shakes hands, get nowhere."""
+    make_certificates(tmp_path)
+    options = RoleOptions(metrics_host="0.0.0.0", token=TOKEN, tls=load_tls("ps", tmp_path))
+    server = serve_metrics(telemetry, options)
+    assert server is not None
+    place = "127.0.0.1", server.server_port
+    trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    try:
+        with ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(place, timeout=SECONDS))
+            connection = http.client.HTTPSConnection(*place, timeout=SECONDS, context=trust)
+            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+            answer = connection.getresponse()
+            assert answer.status == 200
+            assert Scraped(answer.read().decode()).value("pscluster_one_things_total", kind="a") == 1
+            connection.close()
+        with pytest.raises((OSError, http.client.HTTPException)):
+            get("{}:{}".format(*place), "/metrics", {"Authorization": f"Bearer {TOKEN}"})
+        with pytest.raises(ssl.SSLCertVerificationError):
+            ssl.create_default_context().wrap_socket(socket.create_connection(place), server_hostname="127.0.0.1")
+    finally:
+        server.close()
+
+
 def test_refusals_to_serve(telemetry: OneRole, server: MetricsServer) -> None:
     """A port in use, a host of another machine, and every interface without a token: each says what to do."""
     cases = [
         (RoleOptions(metrics_port=server.server_port), "can't serve metrics on 127.0.0.1:.*in use.*--metrics-port"),
-        (RoleOptions(metrics_host="192.0.2.1", token=TOKEN), "can't serve metrics on 192.0.2.1:0: .*--metrics-host"),
+        (
+            RoleOptions(metrics_host="192.0.2.1", token=TOKEN, insecure=True),
+            "can't serve metrics on 192.0.2.1:0: .*--metrics-host",
+        ),
         (RoleOptions(metrics_host="0.0.0.0"), "refusing to serve metrics on 0.0.0.0 without a cluster token"),
+        (RoleOptions(metrics_host="0.0.0.0", token=TOKEN), "refusing to serve metrics on 0.0.0.0 in plain text"),
     ]
     for options, words in cases:
         with pytest.raises(ConfigurationError, match=words):

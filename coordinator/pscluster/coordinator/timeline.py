@@ -82,7 +82,7 @@ def collect(peers: Sequence[PeerAddress], metadata: tuple[tuple[str, str], ...])
 
 def _ask(peer: PeerAddress, metadata: tuple[tuple[str, str], ...]) -> Recorded:
     best, offset = float("inf"), 0.0
-    with open_channel(peer.address) as channel:
+    with open_channel(peer.address, peer.tls) as channel:
         node = Stub(channel, NODE_SERVICE)
         try:
             for _ in range(_TRIPS):

@@ -276,7 +276,7 @@ def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer |
     """Serve the figures of a role from now on, unless that is turned off.
 
     Raises:
-        ConfigurationError: the port is in use, or the host is not loopback and there is no token.
+        ConfigurationError: the port is in use, or the host is not loopback and there is no token, or no certificate.
     """
     host, port = options.metrics_host, options.metrics_port
     if port is None:
@@ -289,7 +289,13 @@ def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer |
                 "or say --insecure"
             )
         logger.warning("serving metrics on %s without a token (--insecure): anybody who reaches it can read them", host)
-    return MetricsServer(telemetry, host, port, options.token)
+    if not is_loopback(host) and options.token is not None and options.tls is None and not options.insecure:
+        raise ConfigurationError(
+            f"refusing to serve metrics on {host} in plain text, where anybody on the way could read the cluster "
+            f"token: give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), leave "
+            "--metrics-host at 127.0.0.1, or say --insecure"
+        )
+    return MetricsServer(telemetry, host, port, options.token, options.tls)
 
 
 class RoleServer:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pscluster.core.cluster import is_loopback
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.telemetry import Telemetry, Value
+from pscluster.core.tls import CERTIFICATE, KEY, Tls
 from pscluster.core.tokens import Token
 
 if TYPE_CHECKING:
@@ -124,19 +126,26 @@ class MetricsServer(HTTPServer):
         host: a name or address of this machine.
         port: 0: any free one.
         token: which callers must show as `Authorization: Bearer TOKEN` where `host` is not loopback.
+        tls: whose certificate the server shows there; it asks for none. Renewed files are taken up.
 
     Raises:
-        ConfigurationError: the host is none of this machine's, or the port is in use.
+        ConfigurationError: the host is none of this machine's, the port is in use, or there is no certificate.
     """
 
     request_queue_size = 128
     timeout = 0  # of `handle_request`, which is called where there is a connection
 
-    def __init__(self, telemetry: Telemetry, host: str, port: int, token: str | None = None) -> None:
+    def __init__(
+        self, telemetry: Telemetry, host: str, port: int, token: str | None = None, tls: Tls | None = None
+    ) -> None:
         self.telemetry = telemetry
         self._local = is_loopback(host)
         self._token = None if token is None or self._local else token if isinstance(token, Token) else Token.of([token])
-        self._open: dict[socket.socket, float] = {}  # with when it came; the oldest first
+        self._tls = None if self._local else tls
+        self._context: tuple[int, ssl.SSLContext] | None = None
+        if self._tls is not None:
+            self._certified(self._tls)
+        self._open: dict[socket.socket, float] = {}  # with when it came
         self._waiting: dict[socket.socket, None] = {}  # those whose request is not whole
         self._registry: CollectorRegistry | None = None
         self._lock = threading.Lock()
@@ -188,7 +197,40 @@ class MetricsServer(HTTPServer):
 
     def tell(self) -> None:
         """Log where it is. Not at its start: a role that can't be used is to say why, in one line."""
-        logger.info("metrics on http://%s/metrics", self.address)
+        logger.info("metrics on %s://%s/metrics", "http" if self._tls is None else "https", self.address)
+
+    def _certified(self, tls: Tls) -> ssl.SSLContext:
+        """What connections are made with now."""
+        generation = tls.look_again()
+        if self._context is None or self._context[0] != generation:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            try:
+                context.load_cert_chain(tls.folder / CERTIFICATE, tls.folder / KEY)
+            except OSError as error:
+                if self._context is None:
+                    raise ConfigurationError(
+                        f"can't serve metrics off loopback with the certificate in {tls.folder}: {error}"
+                    ) from None
+                logger.error("the certificate of before stays for metrics: %s", error)
+                context = self._context[1]
+            self._context = generation, context
+        return self._context[1]
+
+    def _shaken(self, connection: socket.socket) -> socket.socket:
+        """The connection, encrypted where that is asked for. OSError if its client can't."""
+        if self._tls is None:
+            return connection
+        connection.settimeout(_SECONDS)
+        with self._lock:
+            wrapped = self._certified(self._tls).wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+            self._open[wrapped] = self._open.pop(connection, time.monotonic())
+            if connection in self._waiting:
+                del self._waiting[connection]
+                self._waiting[wrapped] = None
+        return wrapped
 
     # What the handlers ask
 
@@ -253,6 +295,9 @@ class MetricsServer(HTTPServer):
 
     def _serve(self, request: Any, client_address: Any) -> None:
         try:
+            request = self._shaken(request)
+            if isinstance(request, ssl.SSLSocket):
+                request.do_handshake()
             self.finish_request(request, client_address)
         except (OSError, ValueError) as error:
             logger.debug("a request for metrics was broken off: %s", error)
@@ -271,10 +316,9 @@ class MetricsServer(HTTPServer):
         late = time.monotonic() - _SECONDS
         with self._lock:
             for connection, since in self._open.items():
-                if since > late:
-                    break
-                _cut(connection)
-                self._waiting.pop(connection, None)
+                if since <= late:
+                    _cut(connection)
+                    self._waiting.pop(connection, None)
 
 
 def _cut(connection: socket.socket) -> None:
