@@ -128,6 +128,9 @@ def recursive():
 def two_lambdas(y):
     return (lambda x: x + y, 0), (lambda x: x * y, 1)
 
+def closure_on_handle():
+    return lambda: HANDLE
+
 def local_class():
     class Local:
         pass
@@ -276,7 +279,7 @@ def test_a_module_has_one_of_each_global(module: Any) -> None:
         sent(module.uses_changed)
     module.HANDLE = Thing("w")
     sent(module.uses_handle)
-    with pytest.raises(TypeError, match=r"through the global 'HANDLE', and is to have a copy of it"):
+    with pytest.raises(TypeError, match=r"through the global 'HANDLE' of users_steps.py, by way of another function"):
         sent(module.uses_handle, rename=lambda handle: (handle.handle_kind, "copy"))
 
 
@@ -287,6 +290,16 @@ def test_handles_of_a_closure_can_be_renamed(module: Any) -> None:
     (form,) = captured.forms()
     (cell,) = resolve(form, form.arrays, things).__closure__[1:]
     assert cell.cell_contents == "the receiver's thing copy"
+
+
+def test_a_closure_has_renamed_globals_of_its_own(module: Any) -> None:
+    """They are copies for one evaluation: other functions of the module go on with what they had."""
+    module.HANDLE = Thing("w")
+    message = sent(module.closure_on_handle(), rename=lambda handle: (handle.handle_kind, "copy"))
+    plain = sent(module.closure_on_handle())
+    assert received(*plain)() == "the receiver's thing w"
+    assert received(*message)() == "the receiver's thing copy"
+    assert module.HANDLE == "the receiver's thing w", "this process is the receiver, too"
 
 
 def made_by_exec() -> Any:
@@ -306,9 +319,9 @@ def test_what_can_not_go_says_why(module: Any) -> None:
             r"^inner can't be sent without a pickle: its variable 'y' is ",
         ),
         (module.outer([event]), r"its variable 'y'\[0\] is an? users_steps\.Event, which is a threading\.Event"),
-        (module.outer(reduced), r"its variable 'y' is a users_steps\.Reduced, whose class has a __reduce__"),
+        (module.outer(reduced), r"its variable 'y' is an? users_steps\.Reduced, whose class has a __reduce__"),
         (module.local_class(), r"the class local_class\.<locals>\.Local is not at the top of its module users_steps"),
-        (module.uses_lock_handle, r"the global 'UNSENDABLE' of users_steps\.py is a users_steps\.Event"),
+        (module.uses_lock_handle, r"the global 'UNSENDABLE' of users_steps\.py is an? users_steps\.Event"),
         (made_by_exec(), r"step is of no module that is imported: put it into a file"),
         (module.functools.partial(module.plain, np.random.default_rng(0)), r"its arguments .*\[0\] is a numpy"),
     ]

@@ -79,7 +79,7 @@ class Assembled:
             len(sender.parts) == 1
             and first.kind == Part.NAMED
             and [each.number for each in sender.files.values()] == ([first.file] if first.file else [])
-            and not any(file.HasField("globals") for file in self.assembly.files)
+            and not any(file.HasField("globals") or file.HasField("own_globals") for file in self.assembly.files)
         )
 
     @property
@@ -114,7 +114,8 @@ class _Sender:
         self.handles: list[Handle] = []
         self._numbers: dict[int, int] = {}  # of parts, by the id of what they are
         self._kept: list[Any] = []  # lest an id is another one's
-        self._globals: set[tuple[str, str]] = set()
+        self._globals: set[tuple[str, str, bool]] = set()
+        self._code: set[int] = set()  # ids of functions that go by the place of their code
         self._followed: set[int] = set()
 
     # Parts
@@ -189,6 +190,7 @@ class _Sender:
                 raise CannotGoByReferenceError(_changed(qualname, file))
             part.kind, part.file, part.name = Part.CODE, file.number, function.__code__.co_name
             part.line, part.ordinal = place
+            self._code.add(id(function))
             self._captured(part, function)
         self._follow(function)
 
@@ -331,7 +333,8 @@ class _Sender:
             if module is None or is_library(home) or vars(module) is not obj.__globals__:
                 return
             for name, attributes in _global_names(obj.__code__).items():
-                self._global(home, name, attributes)
+                # A copy of a variable is for this assembly alone, and no global of a module.
+                self._global(home, name, attributes, self._rename is not None and id(obj) in self._code)
             for value in closure_of(obj).values():
                 if isinstance(value, types.FunctionType | type):
                     self._follow(value)
@@ -347,28 +350,30 @@ class _Sender:
         elif obj is not None and _has_own_name(obj):
             self._follow(attributes_of(obj).get("__wrapped__"))
 
-    def _global(self, module_name: str, name: str, attributes: set[str]) -> None:
+    def _global(self, module_name: str, name: str, attributes: set[str], own: bool) -> None:
+        """See to one. With `own` it is for a function that is given globals of its own."""
         module = sys.modules[module_name]
-        if is_library(module_name) or name not in vars(module):
-            return  # built in; or it will be an error there as it would be here
+        if is_library(module_name) or name not in vars(module) or name.startswith("__"):
+            return  # built in, or the module's own; or it will be an error there as it would be here
         value = vars(module)[name]
         if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
             for attribute in attributes & vars(value).keys():
-                self._global(value.__name__, attribute, attributes)
-        if (module_name, name) in self._globals:
+                self._global(value.__name__, attribute, attributes, False)
+        if (module_name, name, own) in self._globals:
             return
-        self._globals.add((module_name, name))
+        self._globals.add((module_name, name, own))
         file = self._file(module_name)
         if file is None:
             return
         sent = value_pb2.Value()
         if not self._is_same_there(file, name, value):
-            self._put_global(file, name, value, sent)
+            self._put_global(file, name, value, own, sent)
         elif holds_code(value):
             self._follow(value)
-        self._check_given(file, name, sent)
+        if not own:
+            self._check_given(file, name, sent)
         if sent.WhichOneof("kind") is not None:
-            found = file.message.globals.dict
+            found = file.message.own_globals.dict if own else file.message.globals.dict
             found.keys.add(text=name)
             found.values.add().CopyFrom(sent)
 
@@ -389,17 +394,17 @@ class _Sender:
             return type(binding.value) is type(value) and repr(binding.value) == repr(value)
         return not _is_data(value)
 
-    def _put_global(self, file: _File, name: str, value: Any, into: value_pb2.Value) -> None:
+    def _put_global(self, file: _File, name: str, value: Any, own: bool, into: value_pb2.Value) -> None:
         before = len(self.handles)
         self._put(value, f"the global {name!r} of {file.source.path.name}", into)
-        if self._rename is not None:
-            for handle in self.handles[before:]:
-                if self._rename(handle) != (handle.handle_kind, handle.handle_key):
-                    raise CannotGoByReferenceError(
-                        f"it reaches {handle.handle_kind} {handle.handle_key!r} through the global {name!r}, and is to "
-                        "have a copy of it: make it a variable of the function that the step is defined in, or an "
-                        "argument of a functools.partial"
-                    )
+        if self._rename is None or own:
+            return
+        renamed = any(self._rename(each) != (each.handle_kind, each.handle_key) for each in self.handles[before:])
+        if renamed or any(each.handle.kind == PART for each in _walk(into)):
+            raise CannotGoByReferenceError(
+                f"it reaches variables through the global {name!r} of {file.source.path.name}, by way of another "
+                "function, and is to have copies of them: pass that function what it needs as arguments"
+            )
 
     def _check_given(self, file: _File, name: str, sent: value_pb2.Value) -> None:
         """A module has one value of a global, whatever functions use it."""

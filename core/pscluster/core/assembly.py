@@ -60,6 +60,11 @@ class _Receiver:
             self._arrays.append(arrays[at : at + size])
             at += size
         self._modules = [_module_of(file) for file in assembly.files]
+        # Globals for the code in the assembly alone, where it has some: the module's with others in their places.
+        self._own: list[dict[str, Any] | None] = [
+            dict(vars(module)) if file.HasField("own_globals") else None
+            for file, module in zip(assembly.files, self._modules, strict=True)
+        ]
         self._made: dict[int, Any] = {}
         self._making: set[int] = set()
 
@@ -67,13 +72,20 @@ class _Receiver:
         """The first part, once all globals are set that the parts use."""
         for file, module in zip(self._assembly.files, self._modules, strict=True):
             if file.HasField("globals"):
-                found = self._decoded(file.globals)
-                if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-                    raise ProtocolError(f"the globals of {file.path} are no names with values")
-                if any(name.startswith("__") for name in found):
-                    raise ProtocolError(f"globals of {file.path} that begin with two underscores are Python's own")
-                vars(module).update(found)
+                vars(module).update(self._globals_in(file, file.globals))
+        for file, module, own in zip(self._assembly.files, self._modules, self._own, strict=True):
+            if own is not None:
+                own.update(vars(module))
+                own.update(self._globals_in(file, file.own_globals))
         return self._part(0)
+
+    def _globals_in(self, file: definition_pb2.SourceFile, value: value_pb2.Value) -> dict[str, Any]:
+        found = self._decoded(value)
+        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+            raise ProtocolError(f"the globals of {file.path} are no names with values")
+        if any(name.startswith("__") for name in found):
+            raise ProtocolError(f"globals of {file.path} that begin with two underscores are Python's own")
+        return found
 
     def _part(self, number: int) -> Any:
         if number in self._made:
@@ -143,7 +155,9 @@ class _Receiver:
             raise UnresolvedReference(f"{path} has no {part.name} in line {part.line} here")
         code = codes[part.ordinal]
         cells = {name: types.CellType() for name in code.co_freevars}
-        function = types.FunctionType(code, vars(module), part.name, None, tuple(cells.values()))
+        own = self._own[part.file - 1]
+        namespace = vars(module) if own is None else own
+        function = types.FunctionType(code, namespace, part.name, None, tuple(cells.values()))
         self._made[number] = function  # it may be among its own variables
         captured = self._decoded(part.value)
         if not isinstance(captured, dict):

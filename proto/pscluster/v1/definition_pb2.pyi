@@ -39,16 +39,18 @@ class Assembly(_message.Message):
     def __init__(self, files: _Optional[_Iterable[_Union[SourceFile, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[AssemblyPart, _Mapping]]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SourceFile(_message.Message):
-    __slots__ = ("module", "path", "digest", "globals")
+    __slots__ = ("module", "path", "digest", "globals", "own_globals")
     MODULE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     GLOBALS_FIELD_NUMBER: _ClassVar[int]
+    OWN_GLOBALS_FIELD_NUMBER: _ClassVar[int]
     module: str
     path: str
     digest: str
     globals: _value_pb2.Value
-    def __init__(self, module: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ..., globals: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
+    own_globals: _value_pb2.Value
+    def __init__(self, module: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ..., globals: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., own_globals: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
 
 class AssemblyPart(_message.Message):
     __slots__ = ("kind", "file", "module", "name", "line", "ordinal", "value")
