@@ -304,9 +304,10 @@ def refusals(
     folder: Path, roles_env: Mapping[str, str], chief_env: Mapping[str, str], bind: str = ""
 ) -> tuple[str, str]:
     """What a job with functions by value says, and what the roles do."""
-    with Roles(make_cluster(), folder) as roles:
+    cluster = make_cluster()
+    with Roles(cluster, folder) as roles:
         for process in ("ps", "worker"):
-            options = ("--bind", bind + roles.cluster[process][0].rpartition(":")[2], "--insecure") if bind else ()
+            options = ("--bind", bind + cluster[process][0].rpartition(":")[2], "--insecure") if bind else ()
             roles.env = dict(roles_env)
             getattr(roles, process)(0, *options)
         roles.env = dict(chief_env)
