@@ -25,7 +25,16 @@ PICKLE_VARIABLE = "PSCLUSTER_ALLOW_PICKLE"
 FUNCTIONS_VARIABLE = "PSCLUSTER_FUNCTIONS_FROM"
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_OURS = ("pscluster.worker.", "pscluster.ps.")
+# Of the library what users' functions and datasets are sent with, and hold. Nothing here writes, or starts anything.
+_OURS = frozenset(
+    [
+        *(
+            f"pscluster.worker.{name}"
+            for name in ("datasets", "evaluation", "pipelines", "sources", "strategy", "training")
+        ),
+        *(f"pscluster.ps.{name}" for name in ("initializers", "losses", "metrics", "rules", "schedules", "variables")),
+    ]
+)
 _DEEPEST = 16  # folders of a script's path that are looked for in this role's own
 
 
@@ -52,7 +61,7 @@ class Trust:
 
     def check_module(self, module: str) -> None:
         """MisuseError if pickles are off, and peers may not name what is in this installed module."""
-        if self.pickles or module.startswith(_OURS):
+        if self.pickles or module in _OURS:
             return
         if not any(f"{module}.".startswith(f"{package}.") for package in self.packages):
             raise MisuseError(
@@ -144,7 +153,8 @@ def default_functions_from(environ: Mapping[str, str] = os.environ) -> list[str]
     if said := environ.get(FUNCTIONS_VARIABLE, ""):
         return [entry for entry in said.split(os.pathsep) if entry]
     paths = [os.path.abspath(entry) for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return list(dict.fromkeys([os.getcwd(), *(path for path in paths if os.path.isdir(path))]))
+    found = dict.fromkeys([os.getcwd(), *(path for path in paths if os.path.isdir(path))])
+    return [path for path in found if os.path.dirname(path) != path]  # not the root: that would be everything
 
 
 def functions_from_also(*folders: str | os.PathLike[str] | None, given: Sequence[str] = ()) -> str:
