@@ -78,6 +78,16 @@ class Stateful:
 class Event(threading.Event):
     pass
 
+class Tensor:
+    dtype, shape = np.dtype("f4"), ()
+    def __array__(self, *args, **kwargs):
+        return np.zeros(())
+
+TENSOR, COUNTED = Tensor(), __import__("collections").Counter("aab")
+
+def uses_what_stays():
+    return type(TENSOR).__name__, COUNTED.most_common(1)
+
 class Reduced:
     def __reduce__(self):
         return system, ("true",)
@@ -263,6 +273,7 @@ def test_globals_are_the_senders(module: Any) -> None:
     module.TABLE[0] = 100
     assert there(module.uses_table) is not module.uses_table
     assert there(module.uses_table)() == (120, Path(module.__file__).parent.name, False, 1)
+    assert there(module.uses_what_stays)() == ("Tensor", [("a", 2)]), "they would have been of other types"
     module.HANDLE = Thing("w")
     assert there(module.uses_handle)() == ("the receiver's thing w", "the receiver's thing w")
     assert there(module.uses_class)() == "the receiver's thing w"
@@ -320,6 +331,7 @@ def test_what_can_not_go_says_why(module: Any) -> None:
         ),
         (module.outer([event]), r"its variable 'y'\[0\] is an? users_steps\.Event, which is a threading\.Event"),
         (module.outer(reduced), r"its variable 'y' is an? users_steps\.Reduced, whose class has a __reduce__"),
+        (module.outer([module.TENSOR]), r"its variable 'y'\[0\] is an? users_steps\.Tensor, which would arrive as an"),
         (module.local_class(), r"the class local_class\.<locals>\.Local is not at the top of its module users_steps"),
         (module.uses_lock_handle, r"the global 'UNSENDABLE' of users_steps\.py is an? users_steps\.Event"),
         (made_by_exec(), r"step is of no module that is imported: put it into a file"),

@@ -40,6 +40,7 @@ PART = "pscluster-part"
 MAIN = "__main__"
 _INLINE_LIMIT = 1 << 10
 _PLAIN = (int, float, complex, str, bytes, bytearray, memoryview, list, tuple, dict, set, frozenset)
+_SCALARS = (bool, int, float, complex, str, bytes)
 _BASES = (object, Generic, Protocol)
 _REDUCERS = ("__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__copyreg__")
 
@@ -464,18 +465,29 @@ def _is_part(obj: Any) -> bool:
     """Is it none of what values can carry, but what an assembly can?"""
     if isinstance(obj, enum.Enum | type | types.FunctionType | functools.partial | np.dtype | PurePath):
         return True
-    if isinstance(obj, (Handle, np.generic, *_PLAIN)) or is_record_class(type(obj)):
+    if isinstance(obj, (Handle, np.generic, np.ndarray, *_PLAIN)) or is_record_class(type(obj)):
         return False
-    return isinstance(obj, types.ModuleType) or not hasattr(obj, "__array__")
+    if not isinstance(obj, types.ModuleType) and hasattr(obj, "__array__"):
+        raise UnsendableError(f"is {describe(obj)}, which would arrive as an array of NumPy: make it one before")
+    return True
 
 
 def _is_data(value: Any) -> bool:
-    """Is it what values can carry, without any code?"""
-    try:
-        encode(value, attachments=[])
-    except TypeError:
-        return False
-    return not is_record_class(type(value))
+    """Does it arrive as the very same, of the same types?"""
+    todo, seen = [value], set[int]()
+    while todo:
+        each = todo.pop()
+        cls = type(each)
+        if cls in (list, tuple, set, frozenset, dict):
+            if id(each) not in seen:
+                seen.add(id(each))
+                todo += [*each, *each.values()] if cls is dict else each
+        elif isinstance(each, np.generic) or cls is np.ndarray:
+            if each.dtype.hasobject:
+                return False
+        elif each is not None and cls not in _SCALARS:
+            return False
+    return True
 
 
 def _as_written(function: types.FunctionType, source: SourceFile) -> bool:
