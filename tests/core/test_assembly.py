@@ -299,7 +299,7 @@ def test_handles_of_a_closure_can_be_renamed(module: Any) -> None:
     captured = capture(module.outer(Thing("w")), lambda handle: (handle.handle_kind, "copy"), trusted=OFF)
     assert [handle.handle_key for handle in captured.handles] == ["w"]
     (form,) = captured.forms()
-    cells: Any = resolve(form, form.arrays, things).__closure__  # type: ignore[attr-defined]  # it is a function
+    cells: Any = resolve(form, form.arrays, things).__closure__
     assert [cell.cell_contents for cell in cells] == [None, "the receiver's thing copy"]
 
 

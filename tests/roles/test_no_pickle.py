@@ -66,11 +66,11 @@ def test_digits(hooked: Hooked) -> None:
     """The example learns what it promises; with pickles, the hook ends it."""
     job = ("run", "--ps", "2", "--workers", "2", "--max-restarts", "0")
     script = str(EXAMPLES / "digits.py")
-    code, output = run(*job, "--no-pickle", script, "--steps", "600", **hooked.env)
+    code, output = run(*job, "--no-pickle", script, "--steps", "400", **hooked.env)
     assert code == 0, output
     assert float(re.findall(r"test accuracy ([\d.]+)", output)[0]) > 0.96
     assert hooked.strikes() == []
-    code, output = run(*job, "--pickle", script, "--steps", "600", **hooked.env)
+    code, output = run(*job, "--pickle", script, "--steps", "400", **hooked.env)
     assert code == 86, output
     assert hooked.strikes() != []
 
