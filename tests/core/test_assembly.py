@@ -34,6 +34,8 @@ OFF = Trust(pickles=False, why="pickles are off here")
 MODULE = """
 from __future__ import annotations
 import dataclasses, enum, functools, math, os, threading
+from abc import ABC
+from collections.abc import Sequence
 from os import system
 from pathlib import Path
 import numpy as np
@@ -55,7 +57,11 @@ class Batch:
     x: int
     of: object = None
 
-class Windows:
+class Windows(Sequence, ABC):
+    def __len__(self):
+        return len(self.ids)
+    def __getitem__(self, number):
+        return self.ids[number]
     def __init__(self, ids):
         raise AssertionError("objects are made without it")
     def read(self, start, stop):

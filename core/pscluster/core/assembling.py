@@ -30,7 +30,7 @@ from pscluster.core.handles import Handle
 from pscluster.core.source_files import SourceFile, read_source
 from pscluster.core.sources import attributes_of, closure_of, holds_handle, is_library, source_of
 from pscluster.core.value_encoding import UnsendableError, children
-from pscluster.core.value_records import is_record_class
+from pscluster.core.value_records import PYTHON_CLASS, is_record_class
 from pscluster.core.values import describe, encode
 from pscluster.v1 import definition_pb2, value_pb2
 
@@ -42,6 +42,8 @@ _INLINE_LIMIT = 1 << 10
 _PLAIN = (int, float, complex, str, bytes, bytearray, memoryview, list, tuple, dict, set, frozenset)
 _SCALARS = (bool, int, float, complex, str, bytes)
 _BASES = (object, Generic, Protocol)
+_STATEFUL = ("__init__", "__new__", "__setattr__", "__getstate__", "__setstate__")
+_OF_EXTENSIONS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType)
 _REDUCERS = ("__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__copyreg__")
 
 Part = definition_pb2.AssemblyPart
@@ -213,7 +215,7 @@ class _Sender:
     def _object(self, part: definition_pb2.AssemblyPart, obj: Any) -> None:
         cls = type(obj)
         for base in cls.__mro__:
-            if base not in _BASES and is_library(base.__module__) and not base.__module__.startswith("pscluster."):
+            if not _is_plain_base(base):
                 own = "" if base is cls else f", which is a {base.__module__}.{base.__qualname__}"
                 raise UnsendableError(
                     f"is {describe(obj)}{own}: without pickles plain data, arrays, handles, functions and objects of "
@@ -434,6 +436,15 @@ class _Sender:
                 each.array.attachment = 1
         digest.update(plain.SerializeToString(deterministic=True))
         return digest.hexdigest()
+
+
+def _is_plain_base(base: type) -> bool:
+    """Is the state of an object in what Python keeps of it? Of the user's classes and ours, and of mere interfaces."""
+    if base in _BASES or not is_library(base.__module__) or base.__module__.startswith("pscluster."):
+        return True
+    if not base.__flags__ & PYTHON_CLASS or any(name in vars(base) for name in _STATEFUL):
+        return False
+    return not any(isinstance(attribute, _OF_EXTENSIONS) for attribute in vars(base).values())
 
 
 def holds_code(value: Any) -> bool:

@@ -22,12 +22,11 @@ from pscluster.core.own_modules import import_any, import_checked
 from pscluster.core.scripts import UnresolvedReference, load_script
 from pscluster.core.source_files import read_source
 from pscluster.core.sources import source_of
-from pscluster.core.value_records import MODULE_MARK
+from pscluster.core.value_records import MODULE_MARK, PYTHON_CLASS
 from pscluster.core.values import HandleResolver, decode
 from pscluster.v1 import definition_pb2, value_pb2
 
 _MAX_PARTS = 100_000
-_PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE, see value_records
 
 
 def assemble(assembly: definition_pb2.Assembly, arrays: memoryview, resolve_handle: HandleResolver) -> Any:
@@ -183,7 +182,7 @@ class _Receiver:
         if len(items) != 2:
             raise ProtocolError("an object that is not a class and a state")
         cls = self._decoded(items[0])
-        if not isinstance(cls, type) or not all(base.__flags__ & _PYTHON_CLASS for base in cls.__mro__[:-1]):
+        if not isinstance(cls, type) or not all(base.__flags__ & PYTHON_CLASS for base in cls.__mro__[:-1]):
             raise ProtocolError("an object of something that is no class of Python's making")
         made: Any = object.__new__(cls)
         self._made[number] = made  # it may be inside of itself
