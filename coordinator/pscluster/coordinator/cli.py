@@ -11,6 +11,7 @@ import click
 
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.process import main_of
+from pscluster.core.trust import add_pickle_options
 
 # Imports that take long stand in the commands: containers run `pscluster health` every few seconds, and what the
 # others need, NumPy first of all, takes four times as long to load as the check takes (0.4 against 0.1 s).
@@ -94,6 +95,7 @@ for _name, _module, _attribute, _summary in (
     metavar="PORT|off",
     help="Where the coordinator serves /metrics; the roles take free ports. Or $PSCLUSTER_METRICS_PORT.",
 )
+@add_pickle_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run_command(
@@ -102,6 +104,8 @@ def run_command(
     max_restarts: int,
     log_level: str,
     metrics_port: str,
+    allow_pickle: bool | None,
+    functions_from: tuple[str, ...],
     script: str,
     args: tuple[str, ...],
 ) -> None:
@@ -118,6 +122,8 @@ def run_command(
             max_restarts=max_restarts,
             log_level=log_level,
             metrics_port=metrics_port_of(metrics_port),
+            allow_pickle=allow_pickle,
+            functions_from=functions_from,
         )
     )
 

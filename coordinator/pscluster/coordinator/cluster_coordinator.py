@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -25,14 +26,22 @@ from pscluster.coordinator.remote_value import RemoteValue
 from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
-from pscluster.core.definitions import CapturedFunction, capture, class_definition, needs_definition
+from pscluster.core.definitions import (
+    CapturedFunction,
+    capture,
+    class_definition,
+    name_of,
+    needs_definition,
+    partial_of,
+)
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.handles import Handle
 from pscluster.core.values import encode_call, map_structure
 from pscluster.ps.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
+from pscluster.worker.datasets import given
 from pscluster.worker.evaluation import States, by_name, results_of, states_of
-from pscluster.worker.pipelines import Pipeline
+from pscluster.worker.pipelines import Pipeline, numbered
 
 if TYPE_CHECKING:
     from pscluster.coordinator.training.callbacks import Callback
@@ -214,7 +223,7 @@ class ClusterCoordinator:
                 return ""
             known = self._classes.get(cls)
             if known is None:
-                known = self._classes[cls] = class_definition(cls)
+                known = self._classes[cls] = class_definition(cls, trusted=self.strategy.trusted)
             classes[known.digest] = known
             return known.digest
 
@@ -311,7 +320,7 @@ class ClusterCoordinator:
             elements = dataset_fn
             if iter(elements) is elements:
                 raise ValueError("an iterator can be gone through once only: give a list, or a function that makes one")
-            return PerWorkerDataset(capture(lambda: elements), self._make_iterator)
+            return PerWorkerDataset(self._captured_anew(partial_of("elements", given, elements)), self._make_iterator)
         return PerWorkerDataset(self._capture(dataset_fn), self._make_iterator)
 
     def distribute_dataset(
@@ -403,9 +412,7 @@ class ClusterCoordinator:
         if not callable(step):
             raise TypeError(f"evaluate takes a step function, not a {type(step).__name__}")
 
-        def evaluate_shard(part: Any) -> States:
-            return states_of(step, named, part)
-
+        evaluate_shard = partial_of(name_of(step), states_of, step, named)
         if shards == "auto":
             shards = 5 * len(self.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
         if concurrent:
@@ -517,7 +524,7 @@ class ClusterCoordinator:
             with contextlib.suppress(IndexError):  # another evaluation has taken it
                 self._drop(self._remains.popleft())
         pins = Pins(self.strategy)
-        function = capture(evaluate_shard, pins.rename)
+        function = capture(evaluate_shard, pins.rename, trusted=self.strategy.trusted)
         tasks: list[Task[Call]] = []
         found: list[RemoteValue] = []
         try:
@@ -569,7 +576,10 @@ class ClusterCoordinator:
 
     def _send_pipeline(self, pipeline: Pipeline) -> Number:
         value = next(self._resources)
-        function = capture(lambda _number=value: pipeline)  # with its number it is no other one's
+        sent = dataclasses.replace(pipeline, _orders=[])  # they are made anew
+        function = self._captured_anew(
+            partial_of("dataset", numbered, sent, value)
+        )  # by its number it is no other one's
         number = Number(value, function.handles)
         message = worker_pb2.Resource(id=number.value, definition=function.digest, distributed=True)
         self._add_resource(message, function, number)
@@ -601,11 +611,14 @@ class ClusterCoordinator:
             try:
                 reference = weakref.ref(owner, lambda _: self._captured.pop(key, None))
             except TypeError:  # not weakly referable: captured anew each time, with the same digest
-                return capture(fn)
+                return self._captured_anew(fn)
             self._captured[key] = reference, known
         if name not in known:
-            known[name] = capture(fn)
+            known[name] = self._captured_anew(fn)
         return known[name]
+
+    def _captured_anew(self, fn: Callable[..., Any]) -> CapturedFunction:
+        return capture(fn, trusted=self.strategy.trusted)
 
 
 def _number_of(key: str) -> int:

@@ -38,7 +38,7 @@ from pscluster.coordinator.links import LOST_CONNECTION, Distrust, PsLink, Worke
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduler import Scheduler, State, Task
 from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
-from pscluster.core.definitions import CapturedFunction
+from pscluster.core.definitions import CapturedFunction, split_off_bulk
 from pscluster.core.errors import (
     CancelledError,
     DatasetError,
@@ -955,9 +955,9 @@ class Dispatcher:
                 return
         why = ""
         for form in function.forms():
-            pickle, head = form.pickle, worker_pb2.UploadRequest(definition=form)
-            head.definition.ClearField("pickle")
-            why = await connection.upload(head, [memoryview(pickle)] if pickle else ())
+            head = worker_pb2.UploadRequest(definition=form)
+            bulk = split_off_bulk(head.definition)
+            why = await connection.upload(head, [memoryview(bulk)] if bulk else ())
             if not why:
                 link.known[function.digest] = None
                 return

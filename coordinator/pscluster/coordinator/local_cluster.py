@@ -72,11 +72,22 @@ from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterErro
 from pscluster.core.serving import GRACE_SECONDS, METRICS_PORT_VARIABLE, metrics_port_of
 from pscluster.core.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE, Tls, load_tls
 from pscluster.core.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
+from pscluster.core.trust import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
 from pscluster.ps.durable.keeper import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
 
 logger = logging.getLogger("pscluster.local_cluster")
 
-_OURS = frozenset({"TF_CONFIG", TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, TLS_VARIABLE, DURABILITY_VARIABLE, STATE_VARIABLE})
+_OURS = frozenset(
+    {
+        "TF_CONFIG",
+        TOKEN_VARIABLE,
+        TOKEN_FILE_VARIABLE,
+        TLS_VARIABLE,
+        DURABILITY_VARIABLE,
+        STATE_VARIABLE,
+        PICKLE_VARIABLE,
+    }
+)
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _SHARES_PORTS = hasattr(socket, "SO_REUSEPORT")
 # What ends a process that does nothing about it, so that kill() can wait for the end.
@@ -129,6 +140,7 @@ class LocalCluster(ClusterResolver):
         grace: float = GRACE_SECONDS + 5.0,
         durability: str | None = None,
         state_dir: str | os.PathLike[str] | None = None,
+        allow_pickle: bool | None = None,
         _command: Sequence[str] | None = None,
         _on_failure: Callable[[LocalClusterError], None] | None = None,
     ) -> None:
@@ -155,6 +167,10 @@ class LocalCluster(ClusterResolver):
                 "snapshot".
             state_dir: where parameter servers keep their state. Default: a temporary directory, which goes with the
                 cluster.
+            allow_pickle: whether functions and objects may travel as pickles; a strategy on this cluster goes by it,
+                too. Default: as PSCLUSTER_ALLOW_PICKLE says, else yes. Without them the processes take functions of
+                files in the script's folder, `cwd` and those of PYTHONPATH, unless PSCLUSTER_FUNCTIONS_FROM names
+                others: see docs/security.md.
             _command: for tests: what to start in place of `python -m pscluster.ROLE`; it finds its role in
                 TF_CONFIG.
             _on_failure: called, on the monitor's thread, with the error of a task that was given up.
@@ -171,8 +187,8 @@ class LocalCluster(ClusterResolver):
             raise ConfigurationError(f"grace is {grace}; give 0 seconds or more")
         if taken := _OURS.intersection(env or ()):
             raise ConfigurationError(
-                f"env names {', '.join(sorted(taken))}, which LocalCluster sets; use token=, tls=, durability= or "
-                "state_dir="
+                f"env names {', '.join(sorted(taken))}, which LocalCluster sets; use token=, tls=, durability=, "
+                "state_dir= or allow_pickle="
             )
         if log_level.upper() not in _LOG_LEVELS:
             raise ConfigurationError(f"log_level is {log_level!r}; give one of {', '.join(_LOG_LEVELS)}")
@@ -190,6 +206,14 @@ class LocalCluster(ClusterResolver):
         asked = self._env.get(METRICS_PORT_VARIABLE) or os.environ.get(METRICS_PORT_VARIABLE) or "0"
         # A port that is given is one process', and there are several.
         self._env[METRICS_PORT_VARIABLE] = "off" if metrics_port_of(asked) is None else "0"
+        self.allow_pickle = allow_pickle
+        if allow_pickle is not None:
+            self._env[PICKLE_VARIABLE] = str(int(allow_pickle))
+        if FUNCTIONS_VARIABLE not in self._env and FUNCTIONS_VARIABLE not in os.environ:
+            script = getattr(sys.modules.get("__main__"), "__file__", None)
+            self._env[FUNCTIONS_VARIABLE] = functions_from_also(
+                cwd, script and os.path.dirname(os.path.abspath(script))
+            )
         self._state_dir = None if state_dir is None else os.path.abspath(state_dir)
         self._own_state_dir = ""  # to be removed
         self._cwd = cwd

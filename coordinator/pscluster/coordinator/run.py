@@ -43,6 +43,7 @@ from pscluster.coordinator.local_cluster import (
 )
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.serving import METRICS_PORT_VARIABLE
+from pscluster.core.trust import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FIRST_END_SECONDS = 2.0
@@ -137,6 +138,8 @@ def run_script(
     log_level: str = "WARNING",
     env: Mapping[str, str] | None = None,
     token: str | None = None,
+    allow_pickle: bool | None = None,
+    functions_from: Sequence[str] = (),
     grace: float = 10.0,
     metrics_port: int | None = 0,
     _role_command: Sequence[str] | None = None,
@@ -147,7 +150,9 @@ def run_script(
     Args:
         script: a Python file.
         args: the script's arguments.
-        max_restarts, log_level, env, token: as of `LocalCluster`; `env` and `token` are the script's too.
+        max_restarts, log_level, env, token, allow_pickle: as of `LocalCluster`; the last three are the script's too.
+        functions_from: folders and packages whose functions the roles take without pickles, as well as those of the
+            script's folder. Default: see docs/security.md.
         grace: seconds that the roles have to end in by themselves when the script has ended, and the script
             after SIGTERM if a role was given up.
         metrics_port: where the coordinator serves its metrics: 0: any free port, as the roles; None: nobody does.
@@ -163,6 +168,7 @@ def run_script(
         return _complain(f"the script {os.fspath(script)} {what}; give a Python file", 2)
     command = _coordinator_command or (sys.executable, "-m", "pscluster.coordinator")
     env = {**(env or {}), METRICS_PORT_VARIABLE: "off" if metrics_port is None else str(metrics_port)}
+    env.setdefault(FUNCTIONS_VARIABLE, functions_from_also(path.resolve().parent, given=functions_from))
     with contextlib.closing(_Inbox()) as inbox:
         try:
             cluster = LocalCluster(
@@ -173,11 +179,14 @@ def run_script(
                 env=env,
                 log_level=log_level,
                 token=token,
+                allow_pickle=allow_pickle,
                 _command=_role_command,
                 _on_failure=lambda error: inbox.put(_Failed(error)),
             )
         except ConfigurationError as error:
             return _complain(str(error), 2)
+        if allow_pickle is not None:
+            env[PICKLE_VARIABLE] = str(int(allow_pickle))
         return _run(command, [os.fspath(script), *args], cluster, env, grace, inbox)
 
 

@@ -40,8 +40,8 @@ from pscluster.coordinator.render import rendered
 from pscluster.coordinator.settings import process_options
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.channels import PeerAddress, wait_for_peers
-from pscluster.core.cluster import ClusterResolver, ClusterSpec, validate_for_strategy
-from pscluster.core.definitions import capture
+from pscluster.core.cluster import ClusterResolver, ClusterSpec, is_loopback, split_address, validate_for_strategy
+from pscluster.core.definitions import capture, split_off_bulk
 from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
 from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError
 from pscluster.core.fault_points import arm, reach
@@ -52,6 +52,7 @@ from pscluster.core.node import Role
 from pscluster.core.serving import RoleOptions, RoleServer, listen_address, serve_metrics
 from pscluster.core.telemetry.exposition import MetricsServer
 from pscluster.core.tokens import call_metadata
+from pscluster.core.trust import Trust, asked_for, trust_of
 from pscluster.ps.client import PsClient
 from pscluster.ps.creating import Partitioner, VariableRequest, colocated_with, colocation, creating_with
 from pscluster.ps.handles import handle_of
@@ -93,6 +94,9 @@ class ParameterServerStrategy(Strategy):
         resume: go on with what the servers hold of a job of this name whose coordinator has died: variables and
             optimizers that are made here under the name of one that lives take it as it is. False: begin anew.
         take_over: take the tasks from another coordinator that has them now; what it still sends is refused.
+        allow_pickle: whether functions and objects may be sent as pickles; see docs/security.md. None: as the
+            LocalCluster, the command line or PSCLUSTER_ALLOW_PICKLE says, else where a token protects the roles, or all
+            are on loopback.
 
     Raises:
         ConfigurationError: the cluster's description is wrong.
@@ -113,6 +117,7 @@ class ParameterServerStrategy(Strategy):
         job_name: str | None = None,
         resume: bool = True,
         take_over: bool = False,
+        allow_pickle: bool | None = None,
     ) -> None:
         if not ps_timeout > 0:
             raise ConfigurationError(f"ps_timeout is {ps_timeout}; give more than 0 seconds")
@@ -124,6 +129,9 @@ class ParameterServerStrategy(Strategy):
         tls = mine.tls
         if token is None:
             token = mine.token
+        self.trusted = _trust_of(
+            cluster_resolver, spec, token is not None or (tls is not None and tls.is_mutual), allow_pickle, options
+        )
         timeout = options.connect_timeout if connect_timeout is None else connect_timeout
         self.cluster_resolver = cluster_resolver
         self._spec = spec
@@ -415,7 +423,7 @@ class ParameterServerStrategy(Strategy):
     def create_variable(self, request: VariableRequest) -> tuple[ps_pb2.VariableSpec, PsClient]:
         """For `Variable(...)`: cut it, place it, put its initial value on the servers."""
         with self.reserving("variable", request.name) as name:
-            initial = _initial(request, name)
+            initial = _initial(request, name, self.trusted)
             shape, dtype = initial.shape, initial.dtype
             if (spec := self._live.take_variable(name, shape, dtype)) is not None:
                 with self._lock:
@@ -571,7 +579,7 @@ class _Initial:
         return [np.ascontiguousarray(self.value[whole_index(block)]) for block in partition.blocks()]
 
 
-def _initial(request: VariableRequest, name: str) -> _Initial:
+def _initial(request: VariableRequest, name: str, trusted: Trust) -> _Initial:
     initial = request.initial_value
     if initial is None:
         raise MisuseError(f"variable {name!r} needs an initial_value: an array, a number, an initializer or a function")
@@ -583,7 +591,7 @@ def _initial(request: VariableRequest, name: str) -> _Initial:
         if shape is not None:
             dtype = asked or np.dtype(np.float32)
             _check_dtype(dtype, name)
-            return _Initial(shape, dtype, None, tuple(_initializers(initial)))
+            return _Initial(shape, dtype, None, tuple(_initializers(initial, trusted)))
         if isinstance(initial, Initializer) or not _can_be_called_without(initial):
             raise MisuseError(f"variable {name!r}: what makes its initial value needs the shape: give shape=(...)")
         initial = initial()
@@ -596,6 +604,24 @@ def _initial(request: VariableRequest, name: str) -> _Initial:
     except ValueError:
         raise MisuseError(f"variable {name!r}: an initial value of shape {value.shape} for the shape {shape}") from None
     return _Initial(whole.shape, dtype, whole)
+
+
+def _trust_of(
+    resolver: ClusterResolver | LocalCluster,
+    spec: ClusterSpec,
+    knows_peers: bool,
+    asked: bool | None,
+    options: RoleOptions,
+) -> Trust:
+    """Whether what is sent may be pickled."""
+    if asked is None and isinstance(resolver, LocalCluster):
+        asked = resolver.allow_pickle
+    exposed = ""
+    if not knows_peers:
+        addresses = [spec.task_address(job, index) for job in ("ps", "worker") for index in spec.task_indices(job)]
+        far = [address for address in addresses if not is_loopback(split_address(address)[0])]
+        exposed = f"the role at {far[0]} would take one from anybody, without a token" if far else ""
+    return trust_of(asked_for(options.allow_pickle if asked is None else asked), exposed)
 
 
 def _has_surrogates(text: str) -> bool:
@@ -626,16 +652,15 @@ def _can_be_called_without(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _initializers(initial: Callable[..., Any]) -> Iterator[tuple[ps_pb2.Initializer, bytes]]:
+def _initializers(initial: Callable[..., Any], trusted: Trust) -> Iterator[tuple[ps_pb2.Initializer, bytes]]:
     if isinstance(initial, Initializer):
         kind, numbers = initial.to_spec()
         yield ps_pb2.Initializer(name=kind, numbers=json.dumps(numbers)), b""
         return
-    for form in capture(initial).forms():
-        pickle = form.pickle
+    for form in capture(initial, trusted=trusted).forms():
         message = ps_pb2.Initializer(function=form)
-        message.function.ClearField("pickle")
-        yield message, pickle
+        bulk = split_off_bulk(message.function)
+        yield message, bulk
 
 
 def _dtype_named(asked: npt.DTypeLike, name: str) -> np.dtype[Any]:

@@ -5,6 +5,9 @@ script where loading that does nothing but define (`pscluster.core.scripts` says
 goes along, so that a worker with another version says so. By value, as a cloudpickle, in all other cases, and
 when a worker answers that it can't follow the reference.
 
+Where pickles are off nothing goes by value: what a reference to a file can't say goes beside it, as data
+(`pscluster.core.assembling`), and classes of the script go by reference, too.
+
 What is captured is what is there at that moment: a function by value is pickled when it is captured. A
 function by reference is pickled only if a worker asks for it.
 
@@ -27,11 +30,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pscluster.core.assembling import Assembled, CannotGoByReferenceError, name_of
+from pscluster.core.assembly import assemble, found_in
 from pscluster.core.errors import ProtocolError, PsClusterError
 from pscluster.core.handles import Handle
+from pscluster.core.own_modules import import_checked
 from pscluster.core.pickles import Rename, dump, load, module_name_of
 from pscluster.core.scripts import MAIN, UnresolvedReference, load_script, loaded_scripts, script_file
+from pscluster.core.source_files import codes_in
 from pscluster.core.sources import digest_of, is_library, reaches_handle, source_of
+from pscluster.core.trust import Trust, trust
 from pscluster.core.value_records import is_record_class
 from pscluster.core.values import HandleResolver, RecordResolver, describe, imported_class
 from pscluster.v1 import definition_pb2
@@ -41,9 +49,12 @@ __all__ = [
     "UnresolvedReference",
     "capture",
     "class_definition",
+    "name_of",
     "needs_definition",
+    "partial_of",
     "record_resolver",
     "resolve",
+    "split_off_bulk",
 ]
 
 
@@ -59,9 +70,10 @@ class CapturedFunction:
     """The definition to try first, if it may go by reference."""
 
     _function: Any  # only of one by reference: the others may be forgotten, as a cache of these by function wants
-    _origin: dict[str, str]
+    _origin: definition_pb2.Definition
     _pickles: list[bytes] = field(default_factory=list)
     handles: tuple[Handle, ...] = ()  # what it captured stays in use for as long as it may be sent
+    _only: definition_pb2.Definition | None = None  # without pickles: the one form that there is
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def by_value(self) -> bytes:
@@ -84,27 +96,33 @@ class CapturedFunction:
         Raises:
             TypeError: it turns out that it can't be pickled.
         """
+        if self._only is not None:
+            yield self._only
+            return
         if self.by_reference is not None:
             yield self.by_reference
         self.by_value()
         pickles = list(self._pickles)
         for pickled in pickles:
-            form = definition_pb2.Definition(digest=self.digest, pickle=pickled, **self._origin)
+            form = definition_pb2.Definition()
+            form.CopyFrom(self._origin)
+            form.digest, form.pickle = self.digest, pickled
             if pickled is pickles[-1]:
                 form.source_digest = ""  # it brings what it needs of that module
             yield form
 
     def __repr__(self) -> str:
-        way = "by value" if self.by_reference is None else "by reference"
+        way = "by value" if self.by_reference is None and self._only is None else "by reference"
         return f"<CapturedFunction {self.name} {way}, {self.digest[:12]}>"
 
 
-def capture(function: Any, rename: Rename | None = None) -> CapturedFunction:
+def capture(function: Any, rename: Rename | None = None, *, trusted: Trust | None = None) -> CapturedFunction:
     """Capture a function, or whatever else can be called, with what it refers to.
 
     Args:
         function: to be captured.
         rename: called with each handle that it reaches, for kind and key of what it is to have instead.
+        trusted: whether it may be pickled; default: as in this process.
 
     Raises:
         TypeError: it can't be called, or something it captured can't be sent. The message names the variable.
@@ -112,6 +130,9 @@ def capture(function: Any, rename: Rename | None = None) -> CapturedFunction:
     if not callable(function):
         raise TypeError(f"{describe(function)} can't be scheduled: pass a function")
     name = name_of(function)
+    trusted = trusted or trust()
+    if not trusted.pickles:
+        return _without_pickle(function, name, rename, trusted)
     reference = _reference_to(function)
     if reference is not None:
         return CapturedFunction(reference.digest, name, reference, function, _origin(function))
@@ -126,7 +147,24 @@ def capture(function: Any, rename: Rename | None = None) -> CapturedFunction:
     return CapturedFunction(digest, name, None, None, origin, pickles, dumped.handles)
 
 
-def class_definition(cls: type) -> CapturedFunction:
+def _without_pickle(function: Any, name: str, rename: Rename | None, trusted: Trust) -> CapturedFunction:
+    try:
+        assembled = Assembled(function, rename)
+    except CannotGoByReferenceError as error:
+        raise TypeError(f"{name} can't be sent without a pickle: {error}. And {trusted.why}") from None
+    if not assembled.named:
+        form = definition_pb2.Definition(assembly=assembled.assembly, arrays=assembled.arrays)
+        form.digest, form.module, form.qualname = assembled.digest, module_name_of(function), name
+        return CapturedFunction(form.digest, name, None, None, form, handles=assembled.handles, _only=form)
+    part = assembled.assembly.parts[0]
+    path, digest = None, ""
+    if part.file:
+        path, digest = Path(assembled.assembly.files[0].path), assembled.assembly.files[0].digest
+    form = _definition(part.module, part.name, path, digest)
+    return CapturedFunction(form.digest, name, form, None, form, _only=form)
+
+
+def class_definition(cls: type, *, trusted: Trust | None = None) -> CapturedFunction:
     """Capture a class whose instances are to be sent, so that workers can be told of it like of a function.
 
     Raises:
@@ -134,7 +172,7 @@ def class_definition(cls: type) -> CapturedFunction:
     """
     if not isinstance(cls, type):
         raise TypeError(f"{describe(cls)} is no class")
-    return capture(cls)
+    return capture(cls, trusted=trusted)
 
 
 def needs_definition(cls: type) -> bool:
@@ -142,11 +180,19 @@ def needs_definition(cls: type) -> bool:
     return not is_library(cls.__module__)
 
 
-def name_of(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    return str(name).rpartition("<locals>.")[2]
+def split_off_bulk(form: definition_pb2.Definition) -> bytes:
+    """Take the pickle, or an assembly's arrays, out of a definition: they travel behind the message that it is in."""
+    bulk = form.arrays if form.HasField("assembly") else form.pickle
+    form.ClearField("pickle")
+    form.ClearField("arrays")
+    return bulk
+
+
+def partial_of(name: str, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """`functools.partial` of a function and its first arguments, under a name for people."""
+    made: Any = functools.partial(function, *args)
+    made.__qualname__ = name
+    return made  # type: ignore[no-any-return]  # a partial can be called
 
 
 def _reference_to(function: Any) -> definition_pb2.Definition | None:
@@ -169,7 +215,7 @@ def _reference_to(function: Any) -> definition_pb2.Definition | None:
     return _definition(module_name, qualname, path, digest_of(path))
 
 
-def _origin(function: Any) -> dict[str, str]:
+def _origin(function: Any) -> definition_pb2.Definition:
     """Where a function by value comes from.
 
     Beside that file a worker looks for modules that it can't find; and what the pickle names of the function's
@@ -179,9 +225,9 @@ def _origin(function: Any) -> dict[str, str]:
     module = sys.modules.get(module_name)
     path = source_of(module) if module is not None and not is_library(module_name) else None
     if path is None:
-        return {"module": module_name}
+        return definition_pb2.Definition(module=module_name)
     digest = "" if module_name == MAIN else digest_of(path)
-    return {"module": module_name, "source_path": str(path), "source_digest": digest}
+    return definition_pb2.Definition(module=module_name, source_path=str(path), source_digest=digest)
 
 
 def _definition(module: str, qualname: str, path: Path | None, source_digest: str) -> definition_pb2.Definition:
@@ -209,69 +255,68 @@ def _as_written(function: Any, path: Path) -> bool:
     if not isinstance(code, types.CodeType) or Path(code.co_filename).absolute() != path:
         return True  # a class, a decorator's wrapper: nothing to compare
     try:
-        return code in _codes_in(compile(path.read_bytes(), str(path), "exec", dont_inherit=True))
+        return code in codes_in(compile(path.read_bytes(), str(path), "exec", dont_inherit=True))
     except (OSError, SyntaxError, ValueError):
         return False
 
 
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _codes_in(constant)
-
-
 def resolve(
-    definition: definition_pb2.Definition, pickle: bytes | memoryview, resolve_handle: HandleResolver
+    definition: definition_pb2.Definition, bulk: bytes | memoryview, resolve_handle: HandleResolver
 ) -> Callable[..., Any]:
     """The function of a definition, on a worker: from its pickle, or without one by its reference.
 
+    Args:
+        definition: see there.
+        bulk: what `split_off_bulk` took out of it, if it did.
+        resolve_handle: what gives this worker's own handles.
+
     Raises:
+        MisuseError: it is a pickle, or names what peers may not name, where pickles are off.
         UnresolvedReference: it names something that is not here or is another version, or its pickle does.
     """
     try:
         try:
-            found = _find(definition, pickle, resolve_handle)
+            found = _find(definition, bulk, resolve_handle)
         except ModuleNotFoundError:
-            if not _look_further(definition):
+            if not trust().pickles or not _look_further(definition):
                 raise
-            found = _find(definition, pickle, resolve_handle)
+            found = _find(definition, bulk, resolve_handle)
     except PsClusterError:
         raise
     except (Exception, SystemExit) as error:  # whatever modules do when they are imported, and classes when made
+        mend = "or register the module with cloudpickle.register_pickle_by_value"
+        if not trust().pickles:
+            mend = "or name the folder that it is in with --functions-from"
         raise UnresolvedReference(
             f"{definition.qualname or 'it'} can't be loaded on this worker ({type(error).__name__}: {error}): "
-            f"install what it imports there, or register the module with cloudpickle.register_pickle_by_value"
+            f"install what it imports there, {mend}"
         ) from error
     if not callable(found):
         raise UnresolvedReference(f"{definition.module}.{definition.qualname} can't be called here")
     return found  # type: ignore[no-any-return]  # callable() narrows Any to Any
 
 
-def _find(definition: definition_pb2.Definition, pickle: bytes | memoryview, resolve_handle: HandleResolver) -> Any:
-    if data := pickle or definition.pickle:
+def _find(definition: definition_pb2.Definition, bulk: bytes | memoryview, resolve_handle: HandleResolver) -> Any:
+    if definition.HasField("assembly"):
+        return assemble(definition.assembly, memoryview(bulk or definition.arrays), resolve_handle)
+    if data := bulk or definition.pickle:
+        trust().check_pickle()  # before anything is imported for it
         if definition.source_digest:
-            _import(definition)
+            import_checked(definition.module, definition.source_digest)
         return load(data, resolve_handle)
+    found: Any
     if definition.module == MAIN:
-        found: Any = load_script(definition.source_path, definition.source_digest)
+        found = load_script(definition.source_path, definition.source_digest)
     else:
-        found = _import(definition)
+        found = import_checked(definition.module, definition.source_digest)
+    if not trust().pickles:
+        return found_in(found, definition.qualname)
     for name in definition.qualname.split("."):
         try:
             found = getattr(found, name)
         except AttributeError:
             raise UnresolvedReference(f"{definition.module} has no {definition.qualname} here") from None
     return found
-
-
-def _import(definition: definition_pb2.Definition) -> types.ModuleType:
-    module = importlib.import_module(definition.module)
-    if definition.source_digest:
-        path = source_of(module)
-        if path is None or digest_of(path) != definition.source_digest:
-            raise UnresolvedReference(f"module {definition.module} is another version here, at {path}")
-    return module
 
 
 def _look_further(definition: definition_pb2.Definition) -> bool:
@@ -325,6 +370,6 @@ def _class_of_script(qualname: str) -> type:
 def _try_import(module: str) -> None:
     if module not in sys.modules:
         try:
-            importlib.import_module(module)
+            import_checked(module, "")
         except (Exception, SystemExit) as error:
             raise ProtocolError(f"a record of a class in {module}, which can't be imported here: {error}") from error

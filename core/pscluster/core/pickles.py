@@ -1,4 +1,4 @@
-"""Functions by value: cloudpickle, with handles by name.
+"""Functions by value: cloudpickle, with handles by name. Where pickles are off, nothing here makes or reads one.
 
 A pickle starts with a line that names the Python it is for: code of another minor version must not be loaded.
 
@@ -27,6 +27,7 @@ import cloudpickle  # type: ignore[import-untyped]  # ships neither stubs nor py
 from pscluster.core.handles import Handle
 from pscluster.core.scripts import UnresolvedReference
 from pscluster.core.sources import attributes_of, closure_of, globals_of, is_library, module_holds_handles
+from pscluster.core.trust import trust
 from pscluster.core.values import HandleResolver, describe
 
 _HANDLE = "pscluster"
@@ -172,9 +173,11 @@ def load(data: bytes | memoryview, resolve_handle: HandleResolver) -> Any:
     """What `dump` dumped.
 
     Raises:
+        MisuseError: pickles are off here. It was not looked at.
         UnresolvedReference: it is for another Python. Whatever the imports and classes that it names raise
             comes through as it is.
     """
+    trust().check_pickle()
     view = memoryview(data)
     if view[: len(_PYTHON)] != _PYTHON:
         written_for = bytes(view[:40]).partition(b"\n")[0].decode("ascii", "replace")

@@ -7,6 +7,8 @@ function uses is still what the file says. Everything else goes by value, which 
 
 Its classes always go by value, and so do functions that use one. A class that came both ways would be two
 classes on the worker, and `isinstance` would say no.
+
+That is where pickles may travel. Where they are off all of it goes by reference: `pscluster.core.assembling`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from pscluster.core.errors import PsClusterError
+from pscluster.core.source_files import is_main_guard
 from pscluster.core.sources import digest_of, globals_of
+from pscluster.core.trust import trust
 from pscluster.core.value_records import MODULE_MARK
 
 MAIN = "__main__"
@@ -158,21 +162,13 @@ def _parse(file: Path, digest: str) -> _Script | None:
                         return None
                     if literal is not None:
                         bindings[target.id] = literal
-            case ast.If(orelse=[]) if _is_main_guard(node.test):
+            case ast.If(orelse=[]) if is_main_guard(node.test):
                 pass
             case _:
                 return None
     module = compile(source, str(file), "exec", dont_inherit=True)
     codes = {code.co_name: code for code in module.co_consts if isinstance(code, types.CodeType)}
     return _Script(digest, bindings, codes)
-
-
-def _is_main_guard(test: ast.expr) -> bool:
-    match test:
-        case ast.Compare(left=ast.Name("__name__"), ops=[ast.Eq()], comparators=[ast.Constant("__main__")]):
-            return True
-        case _:
-            return False
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -191,7 +187,9 @@ _loading = threading.RLock()
 
 
 def load_script(source_path: str, digest: str) -> types.ModuleType:
-    """The script with this digest as a module: from its path, this process' own script, or this folder.
+    """The script with this digest as a module: from its path, this process' own script, or this role's folders.
+
+    Where pickles are off, from the folders that peers may name files of, only.
 
     Raises:
         UnresolvedReference: no such file is here, or it can't be loaded.
@@ -214,14 +212,18 @@ def _find(source_path: str, digest: str) -> Path:
     candidates = [Path(source_path), Path.cwd() / Path(source_path).name]
     if isinstance(own, str):
         candidates.insert(1, Path(own).absolute())
+    candidates = [path for path in [*candidates, *trust().places(source_path)] if trust().owns(path)]
     for path in candidates:
         try:
             if digest_of(path) == digest:
                 return path
-        except OSError:
+        except (OSError, ValueError):
             continue
-    tried = ", ".join(dict.fromkeys(str(path) for path in candidates))
-    raise UnresolvedReference(f"the script {source_path} is not here, or is another version; looked at {tried}")
+    tried = ", ".join(dict.fromkeys(str(path) for path in candidates)) or "no place: it lies in none of the own folders"
+    raise UnresolvedReference(
+        f"the script {source_path[:1000]} is not here, or is another version; looked at {tried}. Copy it, as it is "
+        "where the coordinator runs, into a folder that the role was given with --functions-from, or is started in"
+    )
 
 
 def _load(path: Path, digest: str) -> types.ModuleType:

@@ -50,6 +50,7 @@ from pscluster.core.tls import (
     load_tls,
 )
 from pscluster.core.tokens import TokenInterceptor, create_token_file, load_token
+from pscluster.core.trust import add_pickle_options, asked_for, find_modules, settle, trust_of
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class RoleOptions:
     log_level: str = "INFO"
     metrics_port: int | None = 0  # None: no metrics are served
     metrics_host: str = _LOOPBACK
+    allow_pickle: bool | None = None
+    functions_from: tuple[str, ...] = ()
 
     def with_credentials(self, token: str | None, tls: Tls | None) -> RoleOptions:
         """The same with others."""
@@ -149,9 +152,24 @@ def create_tls_folder(folder: Path | None) -> None:
     make_certificates(path, by_role=hosts_of(TFConfig.from_environ().cluster))
 
 
+def settle_trust(address: str, options: RoleOptions) -> None:
+    """Decide what this process takes from its peers. ConfigurationError if it was told nonsense."""
+    exposed = ""
+    known = options.token is not None or (options.tls is not None and options.tls.is_mutual)
+    if not known and not is_loopback(split_address(address)[0]):
+        exposed = f"this role listens on {address} without a token, where anybody could send one"
+    found = trust_of(asked_for(options.allow_pickle), exposed, options.functions_from)
+    settle(found)
+    if not found.pickles:
+        find_modules(found)
+        logger.info(
+            "%s; functions are taken from %s", found.why, ", ".join(map(str, (*found.folders, *found.packages)))
+        )
+
+
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
     """Click options that all roles share; the command receives one `RoleOptions`."""
-    decorators = [
+    decorators: list[Callable[..., Any]] = [
         click.option("--bind", metavar="HOST:PORT", help="Where to listen. Default: the task's own address."),
         click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token."),
         click.option("--create-token", is_flag=True, help="Create the token file first if it is missing."),
@@ -163,6 +181,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             help=f"Ask callers for no certificate: the token alone opens. Or ${SERVER_ONLY_VARIABLE}=1.",
         ),
         insecure_option,
+        add_pickle_options,
         click.option("--until-done", is_flag=True, help="Exit with 0 when the coordinator's job is over."),
         click.option("--exit-with-parent", is_flag=True, help="Stop when standard input reaches its end."),
         click.option("--share-port", is_flag=True, help="Listen on a port that the parent process reserved."),

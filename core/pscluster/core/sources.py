@@ -23,7 +23,8 @@ _LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
 @functools.lru_cache(maxsize=4096)
-def _in_library(path: str) -> bool:
+def in_library(path: str) -> bool:
+    """Is this file installed, or Python's own, rather than the user's?"""
     folders = [os.path.join(os.path.realpath(sysconfig.get_paths()[key]), "") for key in _LIBRARIES]
     path = os.path.realpath(path)
     return path.startswith(tuple(folders)) or not _PACKAGES.isdisjoint(Path(path).parts)
@@ -35,7 +36,7 @@ def is_library(module_name: str) -> bool:
     if top in sys.stdlib_module_names or top == "pscluster":
         return True
     path = getattr(sys.modules.get(module_name), "__file__", None)
-    return isinstance(path, str) and _in_library(path)
+    return isinstance(path, str) and in_library(path)
 
 
 def source_of(module: types.ModuleType) -> Path | None:

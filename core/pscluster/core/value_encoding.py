@@ -39,8 +39,8 @@ ClassDefiner = Callable[[type], str]
 """The digest under which a class of records was registered on the receiving side, or "" to go by name."""
 
 
-class _UnsendableError(Exception):
-    """Unwinds to the call, gathering the path on its way."""
+class UnsendableError(Exception):
+    """Unwinds to the call, gathering the path on its way. A `RemoteEncoder` may raise it, too."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -103,11 +103,12 @@ def encode(
     remote: RemoteEncoder | None = None,
     define: ClassDefiner | None = None,
     into: value_pb2.Value | None = None,
+    handles: list[Handle] | None = None,
 ) -> value_pb2.Value:
     """The value of `obj`, written to `into` if given.
 
     Arrays above `inline_limit` bytes are appended to `attachments`, as views of their memory; without such a
-    list everything is in the value.
+    list everything is in the value. The handles in it are appended to `handles`.
 
     Raises:
         TypeError: something in it can't be sent. The message names it, starting from `path`.
@@ -116,8 +117,10 @@ def encode(
     encoder = _Encoder(attachments, inline_limit, remote, define)
     try:
         (_PUT.get(type(obj)) or _put_other)(encoder, obj, value, 0)
-    except _UnsendableError as error:
+    except UnsendableError as error:
         raise TypeError(f"{error.path(path)} {error.reason}") from None
+    if handles is not None:
+        handles += encoder.handles
     return value
 
 
@@ -150,7 +153,7 @@ def encode_call(
         _put_tuple(encoder, args, add(), 1)
         path = "kwargs"
         _put_dict(encoder, kwargs, add(), 1)
-    except _UnsendableError as error:
+    except UnsendableError as error:
         raise TypeError(f"{error.path(path)} {error.reason}") from None
     if handles is not None:
         handles += encoder.handles
@@ -266,7 +269,7 @@ def _put_set(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) ->
     sequence.SetInParent()
     try:
         _put_items(encoder, obj, sequence, depth)
-    except _UnsendableError as error:
+    except UnsendableError as error:
         if error.trail:
             error.trail[-1] = "{...}"
         raise
@@ -274,14 +277,14 @@ def _put_set(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) ->
 
 def _put_items(encoder: _Encoder, obj: Any, sequence: value_pb2.Sequence, depth: int) -> None:
     if depth >= MAX_DEPTH:
-        raise _UnsendableError(_TOO_DEEP)
+        raise UnsendableError(_TOO_DEEP)
     items = sequence.items
     add = items.add
     get = _PUT.get
     try:
         for item in obj:
             (get(type(item)) or _put_other)(encoder, item, add(), depth + 1)
-    except _UnsendableError as error:
+    except UnsendableError as error:
         error.at(f"[{len(items) - 1}]")
         raise
 
@@ -289,18 +292,18 @@ def _put_items(encoder: _Encoder, obj: Any, sequence: value_pb2.Sequence, depth:
 def _put_dict(encoder: _Encoder, obj: dict[Any, Any], value: value_pb2.Value, depth: int) -> None:
     value.dict.SetInParent()
     if depth >= MAX_DEPTH:
-        raise _UnsendableError(_TOO_DEEP)
+        raise UnsendableError(_TOO_DEEP)
     add_key, add_value = value.dict.keys.add, value.dict.values.add
     get = _PUT.get
     for key, item in obj.items():
         try:
             (get(type(key)) or _put_other)(encoder, key, add_key(), depth + 1)
-        except _UnsendableError as error:
+        except UnsendableError as error:
             error.at(".keys()")
             raise
         try:
             (get(type(item)) or _put_other)(encoder, item, add_value(), depth + 1)
-        except _UnsendableError as error:
+        except UnsendableError as error:
             error.at(f"[{key!r:.40}]" if isinstance(key, str | int) else f"[{describe(key)}]")
             raise
 
@@ -312,7 +315,7 @@ def _put_array(encoder: _Encoder, obj: np.ndarray[Any, Any], value: value_pb2.Va
         try:
             name, obj = wire_form(obj)
         except UnsendableArrayError as error:
-            raise _UnsendableError(f"is {error}") from None
+            raise UnsendableError(f"is {error}") from None
     array.dtype = name
     if shape := obj.shape:
         array.shape.extend(shape)
@@ -326,7 +329,7 @@ def _put_scalar(_encoder: _Encoder, obj: np.generic, value: value_pb2.Value, _de
     try:
         value.scalar.dtype, value.scalar.data = scalar_form(obj)
     except UnsendableArrayError as error:
-        raise _UnsendableError(f"is {error}".replace("an array", "a scalar")) from None
+        raise UnsendableError(f"is {error}".replace("an array", "a scalar")) from None
 
 
 def _put_handle(encoder: _Encoder, obj: Handle, value: value_pb2.Value, _depth: int) -> None:
@@ -338,13 +341,13 @@ def _put_handle(encoder: _Encoder, obj: Handle, value: value_pb2.Value, _depth: 
 
 def _put_record(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) -> None:
     if depth >= MAX_DEPTH:
-        raise _UnsendableError(_TOO_DEEP)
+        raise UnsendableError(_TOO_DEEP)
     cls = type(obj)
     try:
         layout = layout_of(cls)
         values = layout.values(obj)
     except UnsendableRecordError as error:
-        raise _UnsendableError(f"is {describe(obj)}, which {error}") from None
+        raise UnsendableError(f"is {describe(obj)}, which {error}") from None
     record = value.record
     record.module = layout.module
     record.qualname = layout.qualname
@@ -352,7 +355,7 @@ def _put_record(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int)
     if encoder.define is not None:
         record.definition = encoder.define(cls)
     if "<locals>" in layout.qualname and not record.definition:
-        raise _UnsendableError(
+        raise UnsendableError(
             f"is {describe(obj)}, a class inside a function, where the receiver can't find it: "
             f"define the class at the top of its module"
         )
@@ -361,18 +364,18 @@ def _put_record(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int)
     for name, item in zip(layout.fields, values, strict=True):
         try:
             (get(type(item)) or _put_other)(encoder, item, add(), depth + 1)
-        except _UnsendableError as error:
+        except UnsendableError as error:
             error.at(f".{name}")
             raise
 
 
 def _put_array_like(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) -> None:
     if isinstance(obj, np.ma.MaskedArray):
-        raise _UnsendableError("is a masked array, which can't be sent: pass its data and its mask")
+        raise UnsendableError("is a masked array, which can't be sent: pass its data and its mask")
     try:
         array = np.asarray(obj)
     except Exception as error:
-        raise _UnsendableError(f"is {describe(obj)}, which gives no array: {error}") from None
+        raise UnsendableError(f"is {describe(obj)}, which gives no array: {error}") from None
     _put_array(encoder, array, value, depth)
 
 
@@ -401,7 +404,7 @@ _PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, fr
 def _put_other(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) -> None:
     if encoder.remote is not None and (sent := encoder.remote(obj, encoder.attachments)) is not None:
         if depth + 1 + nesting(sent) > MAX_DEPTH:
-            raise _UnsendableError(_TOO_DEEP)
+            raise UnsendableError(_TOO_DEEP)
         value.remote.CopyFrom(sent)
         return
     cls = type(obj)
@@ -411,7 +414,7 @@ def _put_other(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) 
     elif isinstance(obj, np.generic):
         put = _PUT[cls] = _put_scalar
     elif isinstance(obj, enum.Enum):
-        raise _UnsendableError(f"is {describe(obj)}, an enum, which can't be sent: pass its name or its value")
+        raise UnsendableError(f"is {describe(obj)}, an enum, which can't be sent: pass its name or its value")
     elif is_record_class(cls):
         put = _PUT[cls] = _put_record
     elif isinstance(obj, _PLAIN):
@@ -419,9 +422,9 @@ def _put_other(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) 
     elif not isinstance(obj, type) and all(hasattr(obj, name) for name in ("__array__", "dtype", "shape")):
         put = _put_array_like  # not remembered: a class that `remote` knows may offer __array__ too
     elif callable(obj):
-        raise _UnsendableError(
+        raise UnsendableError(
             f"is {describe(obj)}, which can't be sent: {_MEND}, or use it in the function by its name"
         )
     else:
-        raise _UnsendableError(f"is {describe(obj)}, which can't be sent: {_MEND}")
+        raise UnsendableError(f"is {describe(obj)}, which can't be sent: {_MEND}")
     put(encoder, obj, value, depth)

@@ -17,7 +17,8 @@ from pscluster.core.errors import ProtocolError
 MODULE_MARK = "__pscluster_module__"
 """Global of a module that goes by another name here than elsewhere: that other name."""
 
-_PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made at run time, not a built-in type with a layout of its own
+PYTHON_CLASS = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: a class made at run time, not a built-in type with a layout of its own."""
 
 
 class UnsendableRecordError(TypeError):
@@ -128,7 +129,7 @@ def _layout(cls: type) -> Layout:
     else:
         fields = tuple(field.name for field in dataclasses.fields(cls))
         for base in cls.__mro__[:-1]:
-            if not base.__flags__ & _PYTHON_CLASS:
+            if not base.__flags__ & PYTHON_CLASS:
                 raise UnsendableRecordError(
                     f"is a {base.__name__} too, so its fields are not all of it: pass a dataclass that is not"
                 )

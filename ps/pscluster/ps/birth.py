@@ -24,7 +24,7 @@ Fill = Callable[[tuple[int, ...], tuple[int, ...], Array], None]
 """(shape of the whole, where the block starts in it, the block to fill)"""
 
 
-def filler(initializer: ps_pb2.Initializer, pickle: memoryview, name: str) -> Fill:
+def filler(initializer: ps_pb2.Initializer, bulk: memoryview, name: str) -> Fill:
     """What fills a shard. UnresolvedReference if the function's reference leads nowhere here."""
     if not initializer.HasField("function"):
         try:
@@ -32,7 +32,7 @@ def filler(initializer: ps_pb2.Initializer, pickle: memoryview, name: str) -> Fi
         except (TypeError, ValueError, RecursionError, PsClusterError) as error:
             raise InvalidUpdateError(f"variable {name!r}: {error}") from None
         return lambda shape, start, out: built_in.generate(shape, out.dtype, start, out)
-    function = resolve(initializer.function, pickle, no_handles)
+    function = resolve(initializer.function, bulk, no_handles)
     return lambda shape, start, out: _call(function, shape, start, out, name)
 
 

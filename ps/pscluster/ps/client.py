@@ -28,6 +28,7 @@ import tenacity
 
 from pscluster.core.channels import PeerAddress, explain, wait_for_peers
 from pscluster.core.context import FunctionContext, current_function
+from pscluster.core.definitions import split_off_bulk
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import (
     MisuseError,
@@ -677,9 +678,9 @@ class PsClient:
     ) -> None:
         """Declare a variable everywhere, with its shards' initial values (C-contiguous) where they live.
 
-        Without values the servers make them: by the first of the initializers, each with its function's pickle,
-        that a server can follow. If any server refuses, the variable is removed from those that took it, and the
-        refusal is raised.
+        Without values the servers make them: by the first of the initializers, each with its function's pickle
+        or arrays, that a server can follow. If any server refuses, the variable is removed from those that took it, and
+        the refusal is raised.
         """
         self._check_open()
         work: dict[int, Callable[[], object]] = {}
@@ -704,9 +705,9 @@ class PsClient:
         why, partition = "", partition_of(spec)
         here = sum(partition.block(shard).size for shard, owner in enumerate(spec.owners) if owner == index)
         timeout = _patience(here * dtype_named(spec.dtype).itemsize)
-        for initializer, pickle in forms:
+        for initializer, bulk in forms:
             create = ps_pb2.CreateRequest(job=self.job, variable=spec, initializer=initializer)
-            buffers: list[Buffer] = [pickle] if pickle else []
+            buffers: list[Buffer] = [bulk] if bulk else []
             why = self._push(index, ps_pb2.Request(create=create), buffers, timeout)().create.unresolved
             if not why:
                 return
@@ -745,10 +746,8 @@ class PsClient:
         why = ""
         for rule in rules:
             create = ps_pb2.CreateRequest(job=self.job, optimizer=spec, rule=rule)
-            pickle = create.rule.pickle
-            if rule is not None:
-                create.rule.ClearField("pickle")
-            buffers: list[Buffer] = [pickle] if pickle else []
+            bulk = b"" if rule is None else split_off_bulk(create.rule)
+            buffers: list[Buffer] = [bulk] if bulk else []
             send = self._push(index, ps_pb2.Request(create=create), buffers, _SLOWEST_FUNCTION, patient=patient)
             why = send().create.unresolved
             if not why:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError
+from pscluster.core.trust import Trust
 from pscluster.v1 import definition_pb2, ps_pb2
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ class VariableRequest:
 
 class Creator(Protocol):
     """Whoever makes variables and optimizers where `Variable(...)` is called: a strategy's scope."""
+
+    @property
+    def trusted(self) -> Trust:
+        """Whether what it sends to the servers may be pickled."""
+        ...
 
     def create_variable(self, request: VariableRequest) -> tuple[ps_pb2.VariableSpec, PsClient]:
         """Place the variable on the servers."""

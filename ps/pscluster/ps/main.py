@@ -20,6 +20,7 @@ from pscluster.core.serving import (
     own_task,
     role_options,
     run_role,
+    settle_trust,
 )
 from pscluster.ps.budget import DEFAULT_MIB
 from pscluster.ps.durable.keeper import (
@@ -52,6 +53,7 @@ def serve_ps(
     """What `run_role` starts: a parameter server that listens on `address`."""
 
     def serve(stop: StopRequest) -> Callable[[], None]:
+        settle_trust(address, options)
         role = ParameterServerRole(index, Keeper(durability or DurabilityOptions()))
         service = ParameterServerService(role, in_flight_mib << 20)
         server = RoleServer(

@@ -86,6 +86,11 @@ def _called(dataset_fn: Callable[..., Any], context: InputContext) -> Any:
     return dataset_fn(context) if takes_one else dataset_fn()
 
 
+def given(elements: Iterable[Any]) -> Iterable[Any]:
+    """The `dataset_fn` of a per-worker dataset that was given as it is."""
+    return elements
+
+
 class EndOfIterator(StopIteration):
     """The end of a worker's iterator, to be told from that of any other one when a step lets it out.
 

@@ -103,9 +103,9 @@ class Job:
 
     # Definitions and resources
 
-    def define(self, definition: definition_pb2.Definition, pickle: memoryview) -> None:
+    def define(self, definition: definition_pb2.Definition, bulk: memoryview) -> None:
         """Take a function or class. UnresolvedReference if it goes by a reference that leads nowhere here."""
-        function = resolve(definition, pickle, self.resolve_handle)
+        function = resolve(definition, bulk, self.resolve_handle)
         with self._lock:
             self._definitions[definition.digest] = function
 

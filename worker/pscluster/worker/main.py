@@ -21,6 +21,7 @@ from pscluster.core.serving import (
     own_task,
     role_options,
     run_role,
+    settle_trust,
 )
 from pscluster.core.tls import Tls
 from pscluster.core.tokens import call_metadata
@@ -55,6 +56,7 @@ def serve_worker(
     metadata = call_metadata(options.token)
 
     def serve(stop: StopRequest) -> Callable[[], None]:
+        settle_trust(address, options)
         identity = make_identity("worker", index)
         asked = ClientCounts(len(peers))
 

@@ -35,7 +35,7 @@ from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
 from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, Plan, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
-from pscluster.core.definitions import name_of
+from pscluster.core.definitions import name_of, partial_of
 from pscluster.core.errors import CancelledError, FunctionError, MisuseError, PsClusterError
 from pscluster.ps.metrics import MetricLike
 from pscluster.worker.evaluation import by_name
@@ -281,19 +281,11 @@ class Fit:
             self._feed = _Distributed(data, steps_per_epoch)
             if steps_per_execution == "auto" and data.shape.part > 1:
                 steps_per_execution = data.shape.part
-
-            def run_steps(part: Any) -> StepLogs:
-                return logs_of_steps(step, part)
-
-            self._run: Callable[..., StepLogs] = run_steps
         else:
             self._feed = _PerWorker(data, steps_per_epoch)
-
-            def run_some_steps(iterator: Any, steps: int) -> StepLogs:
-                return logs_of_steps(step, iterator, steps)
-
-            self._run = run_some_steps
-        self._run.__qualname__ = name_of(step)  # in errors, and in the name of the work
+        self._run: Callable[..., StepLogs] = partial_of(
+            name_of(step), logs_of_steps, step
+        )  # the name is the work's, too
         self._packing = steps_per_execution
         self._workers = len(coordinator.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
         steps = self._feed.per_epoch if self._feed.unit == "step" else None

@@ -1,0 +1,240 @@
+"""Functions without pickles, as they are received: put together from this machine's own files, and data.
+
+See `pscluster.core.assembling` for what is sent. Nothing that comes is believed: where pickles are off, files must lie
+in this role's own folders (`pscluster.core.trust`), and what is named must be defined where it is said to be: a module
+that has imported `os` does not lend its name to `os.system`. Whatever the message, the outcome is what was meant, or an
+error.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pscluster.core.assembling import MAIN, PART, Part
+from pscluster.core.errors import ProtocolError
+from pscluster.core.own_modules import import_any, import_checked
+from pscluster.core.scripts import UnresolvedReference, load_script
+from pscluster.core.source_files import read_source
+from pscluster.core.sources import source_of
+from pscluster.core.value_records import MODULE_MARK, PYTHON_CLASS
+from pscluster.core.values import HandleResolver, decode
+from pscluster.v1 import definition_pb2, value_pb2
+
+_MAX_PARTS = 100_000
+
+
+def assemble(assembly: definition_pb2.Assembly, arrays: memoryview, resolve_handle: HandleResolver) -> Any:
+    """What was sent.
+
+    Raises:
+        UnresolvedReference: it names a file, or something in one, that is not here or is another version.
+        MisuseError: it names what peers may not name here.
+        ProtocolError: it makes no sense.
+    """
+    if not assembly.parts or len(assembly.parts) > _MAX_PARTS:
+        raise ProtocolError(f"an assembly of {len(assembly.parts)} parts; it needs 1 to {_MAX_PARTS}")
+    if sum(assembly.sizes) != len(arrays):
+        raise ProtocolError(f"an assembly of {sum(assembly.sizes)} bytes of arrays, but {len(arrays)} came")
+    try:
+        return _Receiver(assembly, arrays, resolve_handle).all()
+    except RecursionError:
+        raise ProtocolError("the parts of an assembly lie too deep inside each other") from None
+
+
+class _Receiver:
+    """What one assembly is put together with."""
+
+    def __init__(self, assembly: definition_pb2.Assembly, arrays: memoryview, resolve_handle: HandleResolver) -> None:
+        self._assembly = assembly
+        self._resolve_handle = resolve_handle
+        self._arrays: list[memoryview] = []
+        at = 0
+        for size in assembly.sizes:
+            self._arrays.append(arrays[at : at + size])
+            at += size
+        self._modules = [_module_of(file) for file in assembly.files]
+        # Globals for the code in the assembly alone, where it has some: the module's with others in their places.
+        self._own: list[dict[str, Any] | None] = [
+            dict(vars(module)) if file.HasField("own_globals") else None
+            for file, module in zip(assembly.files, self._modules, strict=True)
+        ]
+        self._made: dict[int, Any] = {}
+        self._making: set[int] = set()
+
+    def all(self) -> Any:
+        """The first part, once all globals are set that the parts use."""
+        for file, module in zip(self._assembly.files, self._modules, strict=True):
+            if file.HasField("globals"):
+                vars(module).update(self._globals_in(file, file.globals))
+        for file, module, own in zip(self._assembly.files, self._modules, self._own, strict=True):
+            if own is not None:
+                own.update(vars(module))
+                own.update(self._globals_in(file, file.own_globals))
+        return self._part(0)
+
+    def _globals_in(self, file: definition_pb2.SourceFile, value: value_pb2.Value) -> dict[str, Any]:
+        found = self._decoded(value)
+        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+            raise ProtocolError(f"the globals of {file.path} are no names with values")
+        if any(name.startswith("__") for name in found):
+            raise ProtocolError(f"globals of {file.path} that begin with two underscores are Python's own")
+        return found
+
+    def _part(self, number: int) -> Any:
+        if number in self._made:
+            return self._made[number]
+        if number in self._making or not 0 <= number < len(self._assembly.parts):
+            raise ProtocolError(f"part {number} of an assembly is not there, or inside of itself")
+        self._making.add(number)
+        made = self._made[number] = self._make(number, self._assembly.parts[number])
+        return made
+
+    def _make(self, number: int, part: definition_pb2.AssemblyPart) -> Any:
+        match part.kind:
+            case Part.NAMED:
+                return self._named(part)
+            case Part.CODE:
+                return self._function(number, part)
+            case Part.PARTIAL:
+                match self._decoded(part.value):
+                    case (function, tuple() as args, dict() as keywords) if callable(function):
+                        return functools.partial(function, *args, **keywords)
+            case Part.METHOD:
+                match self._decoded(part.value):
+                    case (types.FunctionType() as function, owner) if owner is not None:
+                        return types.MethodType(function, owner)
+            case Part.OBJECT:
+                return self._object(number, part)
+            case Part.MODULE:
+                return import_any(part.module)
+            case Part.PATH:
+                return Path(part.value.text)
+            case Part.DTYPE:
+                return np.lib.format.descr_to_dtype(self._decoded(part.value))
+        raise ProtocolError(f"part {number} of an assembly is of no known kind, or not made as its kind is")
+
+    def _decoded(self, value: value_pb2.Value) -> Any:
+        def handle(kind: str, key: str) -> Any:
+            return self._part(_number(key)) if kind == PART else self._resolve_handle(kind, key)
+
+        return decode(value, attachments=self._arrays, resolve_handle=handle, resolve_record=self._record_class)
+
+    def _record_class(self, part: str, _module: str, _qualname: str) -> type:
+        found = self._part(_number(part))
+        if not isinstance(found, type):
+            raise ProtocolError("a record of something that is no class")
+        return found
+
+    def _file(self, part: definition_pb2.AssemblyPart) -> types.ModuleType:
+        if not 0 < part.file <= len(self._modules):
+            raise ProtocolError(f"a part of file {part.file} of {len(self._modules)}")
+        return self._modules[part.file - 1]
+
+    def _named(self, part: definition_pb2.AssemblyPart) -> Any:
+        module = self._file(part) if part.file else import_checked(part.module, "")
+        return found_in(module, part.name)
+
+    def _function(self, number: int, part: definition_pb2.AssemblyPart) -> types.FunctionType:
+        module = self._file(part)
+        path = source_of(module)
+        if path is None:
+            raise UnresolvedReference(f"{module.__name__} has no source file here")
+        try:
+            source = read_source(path, self._assembly.files[part.file - 1].digest)
+        except ValueError:
+            raise UnresolvedReference(f"{path} was changed since it was loaded here: start this role again") from None
+        codes = source.at(part.name, part.line)
+        if part.ordinal >= len(codes):
+            raise UnresolvedReference(f"{path} has no {part.name} in line {part.line} here")
+        code = codes[part.ordinal]
+        cells = {name: types.CellType() for name in code.co_freevars}
+        own = self._own[part.file - 1]
+        namespace = vars(module) if own is None else own
+        function = types.FunctionType(code, namespace, part.name, None, tuple(cells.values()))
+        self._made[number] = function  # it may be among its own variables
+        captured = self._decoded(part.value)
+        if not isinstance(captured, dict):
+            raise ProtocolError(f"what {part.name} captured is no dict")
+        for what, value in captured.items():
+            match what, value:
+                case "qualname", str():
+                    function.__qualname__ = value
+                case "defaults", tuple():
+                    function.__defaults__ = value
+                case "keywords", dict():
+                    function.__kwdefaults__ = value
+                case "attributes", dict():
+                    function.__dict__.update(value)
+                case str(), _ if what.startswith("cell ") and what[5:] in cells:
+                    cells[what[5:]].cell_contents = value
+                case _:
+                    raise ProtocolError(f"{part.name} came with {what!r:.40}, which it has no use for")
+        return function
+
+    def _object(self, number: int, part: definition_pb2.AssemblyPart) -> Any:
+        items = part.value.tuple.items
+        if len(items) != 2:
+            raise ProtocolError("an object that is not a class and a state")
+        cls = self._decoded(items[0])
+        if not isinstance(cls, type) or not all(base.__flags__ & PYTHON_CLASS for base in cls.__mro__[:-1]):
+            raise ProtocolError("an object of something that is no class of Python's making")
+        made: Any = object.__new__(cls)
+        self._made[number] = made  # it may be inside of itself
+        _set_state(made, self._decoded(items[1]))
+        return made
+
+
+def _set_state(made: Any, state: Any) -> None:
+    own = getattr(made, "__setstate__", None)
+    if own is not None:
+        own(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    for each in (attributes, slots):
+        if each is None:
+            continue
+        if not isinstance(each, dict) or not all(isinstance(name, str) for name in each):
+            raise ProtocolError(f"the state of {type(made).__qualname__} is no names with values")
+    if attributes:
+        vars(made).update(attributes)
+    for name, value in (slots or {}).items():
+        object.__setattr__(made, name, value)
+
+
+def found_in(module: types.ModuleType, qualname: str) -> Any:
+    """What is defined in a module under this name.
+
+    Raises:
+        UnresolvedReference: nothing is, or what was imported from elsewhere.
+    """
+    found: Any = module
+    names = qualname.split(".")
+    for place, name in enumerate(names):
+        if place and not isinstance(found, type):
+            break
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            break
+    else:
+        home = getattr(found, "__module__", None)
+        alias = vars(module).get(MODULE_MARK, module.__name__)
+        if (isinstance(found, enum.Enum | type) or callable(found)) and home in (module.__name__, alias):
+            return found
+    raise UnresolvedReference(f"{module.__name__} defines no {qualname} here")
+
+
+def _module_of(file: definition_pb2.SourceFile) -> types.ModuleType:
+    if file.module == MAIN:
+        return load_script(file.path, file.digest)
+    return import_checked(file.module, file.digest)
+
+
+def _number(key: str) -> int:
+    return int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else -1

@@ -1,0 +1,388 @@
+"""Jobs without pickles: in every process each way to make or read one is fatal, and the jobs run to their end.
+
+The hook is `sitecustomize`, which Python imports before all else. That it strikes is shown by a job with pickles.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tests.examples.test_word2vec import SMALL, topics
+from tests.roles.processes import Roles, make_cluster, run, run_all, tf_config
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = ROOT / "examples"
+SENTENCE = r"pickles are off here \(--no-pickle, or PSCLUSTER_ALLOW_PICKLE=0\)"
+
+HOOK = """
+import _pickle, marshal, os, pathlib, pickle, sys
+
+def fatal(name):
+    def strike(*args, **kwargs):
+        pathlib.Path(os.environ["STRUCK"], f"{os.getpid()}-{name}").touch()
+        sys.stderr.write(f"a pickle: {name}\\n")
+        os._exit(86)
+    return strike
+
+for module in (pickle, _pickle):
+    for name in ("dump", "dumps", "load", "loads"):
+        setattr(module, name, fatal(name))
+    for name in ("Pickler", "Unpickler"):
+        setattr(module, name, type(name, (), {"__init__": fatal(name)}))
+pickle._Pickler, pickle._Unpickler = pickle.Pickler, pickle.Unpickler
+"""
+
+
+class Hooked:
+    """The environment of processes that die of a pickle, and the marks that they leave."""
+
+    def __init__(self, folder: Path) -> None:
+        self.struck = folder / "struck"
+        self.struck.mkdir()
+        hook = folder / "hook"
+        hook.mkdir()
+        (hook / "sitecustomize.py").write_text(HOOK)
+        path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.env = {"PYTHONPATH": path, "STRUCK": str(self.struck)}
+
+    def strikes(self) -> list[str]:
+        """What was tried."""
+        return sorted(path.name for path in self.struck.iterdir())
+
+
+@pytest.fixture
+def hooked(tmp_path: Path) -> Hooked:
+    """Of this test."""
+    return Hooked(tmp_path)
+
+
+def test_digits(hooked: Hooked) -> None:
+    """The example learns what it promises; with pickles, the hook ends it."""
+    job = ("run", "--ps", "2", "--workers", "2", "--max-restarts", "0")
+    script = str(EXAMPLES / "digits.py")
+    code, output = run(*job, "--no-pickle", script, "--steps", "400", **hooked.env)
+    assert code == 0, output
+    assert float(re.findall(r"test accuracy ([\d.]+)", output)[0]) > 0.96
+    assert hooked.strikes() == []
+    code, output = run(*job, "--pickle", script, "--steps", "400", **hooked.env)
+    assert code == 86, output
+    assert hooked.strikes() != []
+
+
+@pytest.mark.timeout(300)
+def test_word2vec(hooked: Hooked, tmp_path: Path) -> None:
+    """Datasets of objects of the script's own classes, `fit`, evaluation and checkpoints; and going on from one."""
+    command = ("run", "--ps", "2", "--workers", "2", "--max-restarts", "0", "--no-pickle")
+    options = (str(EXAMPLES / "word2vec.py"), "--files", topics(tmp_path), *SMALL, "--batch-size", "500")
+    kept = ("--checkpoints", str(tmp_path / "kept"), "--picture", str(tmp_path / "picture.png"))
+    for epochs in ("1", "2"):
+        code, output = run(*command, *options, *kept, "--epochs", epochs, **hooked.env)
+        assert "held-out AUC" in output, output
+        assert "more epochs" in output or code == 0
+    assert list((tmp_path / "kept").rglob("*.safetensors"))
+    assert hooked.strikes() == []
+
+
+EVERYTHING = '''
+import dataclasses, functools, math, sys
+from pathlib import Path
+from typing import ClassVar
+import numpy as np
+from pscluster.ps import rules, schedules
+from pscluster.coordinator import (
+    CheckpointManager, ClusterCoordinator, FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable,
+    metrics, optimizers,
+)
+
+SCALE = np.float32(2) * 3                       # computed: sent as it is
+FOLDER = Path(sys.argv[0]).parent               # no data: made anew where the file is imported
+
+@dataclasses.dataclass(frozen=True)
+class Halving(rules.UpdateRule):
+    """A rule of the user's own."""
+    name: ClassVar[str] = "halving"
+    slots: ClassVar[dict] = {}
+    def apply(self, param, grad, slots, scalars, scratch):
+        param -= param.dtype.type(scalars[0]) * grad / 2
+
+@dataclasses.dataclass
+class Answer:
+    number: int
+    array: np.ndarray
+
+class Refusal(ValueError):
+    """An error of the user's own."""
+
+class Largest:
+    """A metric of the user's own."""
+    def initial(self):
+        return {"largest": np.full((), -1e9)}
+    def update(self, state, values):
+        return {"largest": np.maximum(state["largest"], np.max(values))}
+    def merge(self, state, other):
+        return {"largest": np.maximum(state["largest"], other["largest"])}
+    def result(self, state):
+        return float(state["largest"])
+
+def sevens(shape, dtype):
+    return np.full(shape, 7, dtype)
+
+def add():                                      # uses globals that only the part below makes
+    w.assign_add(np.full(4, SCALE, np.float32))
+
+def answer(given):
+    return Answer(given.number + 1, given.array * 2)
+
+def refuse():
+    raise Refusal("no", 3)
+
+def numbers_of(path):
+    return np.loadtxt(path, ndmin=1)
+
+def counted(context):
+    def forever():
+        while True:
+            yield context.worker_index
+    return forever()
+
+if __name__ == "__main__":
+    with (
+        LocalCluster(2, 2, allow_pickle=False, durability="log", state_dir=sys.argv[1]) as cluster,
+        ParameterServerStrategy(cluster, FixedShardsPartitioner(2)) as strategy,
+    ):
+        eights = np.full(3, 8.0)
+        with strategy.scope():
+            w = Variable(np.zeros(4, np.float32), name="w")
+            born = Variable(sevens, shape=(5,), name="born")
+            closed = Variable(lambda shape, dtype: np.full(shape, eights[0], dtype), shape=(3,), name="closed")
+            SGD = optimizers.SGD(schedules.ExponentialDecay(0.5, 10, 0.5))
+            total = metrics.Mean("total")
+            halving = optimizers.Optimizer(Halving(learning_rate=0.5))
+            halved = Variable(np.ones(4, np.float32), name="halved")
+        coordinator = ClusterCoordinator(strategy)
+
+        for _ in range(20):
+            coordinator.schedule(add)
+        coordinator.join()
+        print("w", w.numpy().tolist(), "born", born.numpy().tolist(), "closed", closed.numpy().tolist())
+
+        got = coordinator.schedule(answer, args=(Answer(1, np.arange(100_000)),)).fetch()
+        print("answer", type(got).__name__, got.number, got.array.sum())
+
+        iterator = iter(coordinator.create_per_worker_dataset(counted))
+        given = iter(coordinator.create_per_worker_dataset([5, 6]))
+        values = [coordinator.schedule(lambda i: next(i), args=(iterator,)) for _ in range(4)]
+        first = coordinator.schedule(lambda i: next(i), args=(given,)).fetch()
+        print("workers", set(coordinator.fetch(values)) <= {0, 1}, "given", first)
+
+        shift = 10
+        halving.apply_gradients([(np.ones(4, np.float32), halved)])
+        print("halved", halved.numpy().tolist())
+
+        data = coordinator.distribute_dataset(np.arange(100.0)).map(lambda x: x + shift).batch(10)
+
+        def fit_step(batch):
+            x = w.numpy()
+            SGD.apply_gradients([(np.zeros(4, np.float32), w)])
+            return float(batch.mean())
+
+        history = coordinator.fit(fit_step, data, epochs=1, verbose=0)
+        print("loss", history.history["loss"])
+
+        def score(batch):
+            return batch - w.numpy()[0]
+
+        named = {"largest": Largest(), "mean": metrics.Mean()}
+        for concurrent in (False, True):
+            print("scores", coordinator.evaluate(score, data, named, concurrent=concurrent))
+
+        (FOLDER / "numbers.txt").write_text("1 2 3")
+        files = coordinator.distribute_dataset([str(FOLDER / "numbers.txt")], reader=numbers_of).batch(3)
+        for part in files:
+            print("file", coordinator.schedule(lambda part: sum(map(np.sum, part)), args=(part,)).fetch())
+
+        with CheckpointManager(sys.argv[1] + "-checkpoints", strategy=strategy) as manager:
+            manager.save()
+        w.assign(np.zeros(4, np.float32))
+        strategy.restore_or_initialize(sys.argv[1] + "-checkpoints")
+        print("restored", w.numpy().tolist())
+        cluster.kill("ps", 0)
+        coordinator.schedule(add)
+        coordinator.join()
+        print("after a death", w.numpy().tolist())
+        try:
+            coordinator.schedule(refuse).fetch()
+        except Refusal as error:
+            print("refused", error.args)
+        try:
+            coordinator.join()
+        except Exception as error:
+            print("joined", type(error).__name__)
+'''
+
+
+def everything(hooked: Hooked, folder: Path) -> tuple[int, str]:
+    """Run the job of all kinds of functions, with what it keeps in a folder."""
+    script = folder / "everything.py"
+    script.write_text(EVERYTHING)
+    return run(str(script), str(folder / "state"), command=(sys.executable,), **hooked.env)
+
+
+@pytest.mark.timeout(300)
+def test_whatever_runs_on_workers_and_servers(hooked: Hooked, tmp_path: Path) -> None:
+    """Steps, initializers, datasets, readers, metrics, errors, records; logs, checkpoints and a server's death."""
+    code, output = everything(hooked, tmp_path)
+    assert code == 0, output
+    assert hooked.strikes() == []
+    for line in (
+        "w [120.0, 120.0, 120.0, 120.0] born [7.0, 7.0, 7.0, 7.0, 7.0] closed [8.0, 8.0, 8.0]",
+        "answer Answer 2 9999900000",
+        "workers True given 5",
+        "halved [0.75, 0.75, 0.75, 0.75]",
+        "loss [59.5]",
+        "file 6.0",
+        "restored [120.0, 120.0, 120.0, 120.0]",
+        "after a death [126.0, 126.0, 126.0, 126.0]",
+        "refused ('no', 3)",
+    ):
+        assert line in output, output
+    assert output.count("scores {'largest': -11.0, 'mean': -60.5}") == 2, output
+    kept = [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
+    assert kept
+
+
+PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+
+
+def test_only_one_module_knows_pickles() -> None:
+    """No other module of the library imports what makes or reads them, nor lets NumPy do it."""
+    found = set()
+    for folder in ("core", "ps", "worker", "coordinator"):
+        for path in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(text := path.read_text())
+            names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+            names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+            if {name.partition(".")[0] for name in names} & PICKLERS:
+                found.add(path.name)
+            assert "allow_pickle=True" not in text, path
+            assert "multiprocessing" not in names, path
+    assert found == {"pickles.py"}
+
+
+# Refusals
+
+BY_VALUE = """
+import sys
+import numpy as np
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver, Variable
+
+strategy = ParameterServerStrategy(TFConfigClusterResolver())
+w = None
+with strategy.scope():
+    try:
+        w = Variable(lambda shape, dtype: np.ones(shape, dtype), shape=(2,), name="w")
+    except Exception as error:
+        print("initializer", type(error).__name__, error)
+coordinator = ClusterCoordinator(strategy)
+try:
+    coordinator.schedule(lambda: 1)
+    print("scheduled")
+    coordinator.join()
+    print("ran")
+except Exception as error:
+    print("step", type(error).__name__, error)
+"""
+
+
+def refusals(
+    folder: Path, roles_env: Mapping[str, str], chief_env: Mapping[str, str], bind: str = ""
+) -> tuple[str, str]:
+    """What a job with functions by value says, and what the roles do."""
+    cluster = make_cluster()
+    with Roles(cluster, folder) as roles:
+        for process in ("ps", "worker"):
+            options = ("--bind", bind + cluster[process][0].rpartition(":")[2], "--insecure") if bind else ()
+            roles.env = dict(roles_env)
+            getattr(roles, process)(0, *options)
+        roles.env = dict(chief_env)
+        script = roles.script(BY_VALUE)
+        chief = roles.start(script, role="chief", command=(sys.executable,))
+        assert chief.wait() == 0, chief.output
+        return chief.output, "".join(process.output for process in roles.started[:2])
+
+
+def test_the_sender_refuses(tmp_path: Path) -> None:
+    """`schedule` and `Variable` say that it can't be sent, why, and how to mend it."""
+    output, _ = refusals(tmp_path, {}, {"PSCLUSTER_ALLOW_PICKLE": "0"})
+    why = r"script.py has no `if __name__ == \"__main__\":`, and to take a function from it a worker has to import it"
+    assert re.search(rf"step TypeError <lambda> can't be sent without a pickle: {why}.*{SENTENCE}", output), output
+    assert re.search(rf"initializer TypeError <lambda> can't be sent without a pickle: {why}", output), output
+    assert "scheduled" not in output
+
+
+def test_the_receiver_refuses(tmp_path: Path) -> None:
+    """A worker and a server without pickles take none, though the coordinator sends them."""
+    output, _ = refusals(tmp_path, {"PSCLUSTER_ALLOW_PICKLE": "0"}, {})
+    assert re.search(rf"step \S+ .*came by value, as a pickle, and {SENTENCE}", output, re.DOTALL), output
+    assert re.search(rf"initializer \w+ .*came by value, as a pickle, and {SENTENCE}", output), output
+    assert "ran" not in output
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_whoever_listens_to_anybody_takes_no_pickles(tmp_path: Path, allowed: bool) -> None:
+    """Without a token and off loopback they are refused, unless somebody has said that they are wanted."""
+    env = {"PSCLUSTER_ALLOW_PICKLE": "1"} if allowed else {}
+    output, said = refusals(tmp_path, env, {}, bind="0.0.0.0:")
+    assert ("ran" in output) is allowed, output
+    why = "this role listens on 0.0.0.0:"
+    assert (why in output) is not allowed, output
+    assert "without a token" in said
+
+
+def test_nonsense_is_refused() -> None:
+    """A word that is neither yes nor no, and a folder that is not there, end the role with a sentence."""
+    config = tf_config(make_cluster(), "ps")
+    code, output = run("ps", config=config, PSCLUSTER_ALLOW_PICKLE="maybe")
+    assert (code, "PSCLUSTER_ALLOW_PICKLE is 'maybe'; it must be 1 or 0" in output) == (2, True), output
+    code, output = run("ps", "--no-pickle", "--functions-from", "/not/there", config=config)
+    assert (code, "neither a folder here nor a package's name" in output) == (2, True), output
+
+
+def test_a_script_in_another_folder(tmp_path: Path) -> None:
+    """A worker takes the script's functions from the folder that it was given, by the file's digest."""
+    elsewhere, cluster = tmp_path / "elsewhere", make_cluster()
+    elsewhere.mkdir()
+    text = """
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver
+def step(x):
+    return x + 1, __file__
+if __name__ == "__main__":
+    coordinator = ClusterCoordinator(ParameterServerStrategy(TFConfigClusterResolver()))
+    print("got", coordinator.schedule(step, args=(1,)).fetch())
+"""
+    (elsewhere / "script.py").write_text(text)
+    (tmp_path / "roles").mkdir()
+    with Roles(cluster, tmp_path / "roles") as roles:
+        roles.ps(0, "--no-pickle")
+        roles.worker(0, "--no-pickle", "--functions-from", str(elsewhere))
+        roles.folder = tmp_path
+        chief = roles.coordinator(text, options=["--no-pickle"])
+        assert chief.wait() == 0, chief.output
+        assert f"got (2, '{elsewhere / 'script.py'}')" in chief.output
+        chief = roles.coordinator(text + "# another version\n", options=["--no-pickle"])
+        assert chief.wait() == 1
+        assert "is not here, or is another version; looked at" in chief.output, chief.output
+
+
+def test_the_help_says_it() -> None:
+    """Of every command that starts a role."""
+    for code, output in run_all([((name, "--help"), {}) for name in ("ps", "worker", "coordinator", "run")]):
+        assert code == 0
+        assert "--no-pickle" in output
+        assert "--functions-from" in output
