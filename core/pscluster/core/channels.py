@@ -15,14 +15,12 @@ import tenacity
 
 from pscluster.core.cluster import split_address
 from pscluster.core.errors import AuthenticationError, PsClusterError, UnavailableError, from_rpc
+from pscluster.core.limits import MAX_MESSAGE_BYTES
 from pscluster.core.rpc import Stub
 from pscluster.core.tls import Tls, check_plain, why_not_plain
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
-
-MAX_MESSAGE_BYTES = 64 << 20
-"""Nothing we send in one message comes near it; what is larger goes in frames."""
 
 MAX_INLINE_BYTES = MAX_MESSAGE_BYTES // 2
 """Of one function's arguments or result, what travels beside the message not counted; several may share one."""
@@ -44,6 +42,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Every channel its own connection: bulk must not delay control.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
+    # Nobody of ours compresses: a reply that is small on the way and large here is refused.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (

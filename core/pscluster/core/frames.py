@@ -19,6 +19,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
 from pscluster.core.errors import ProtocolError
+from pscluster.core.limits import MAX_HEADER_BYTES
 
 CHUNK_BYTES = 1 << 20
 """Payload bytes of a full frame: about the size of an L2 cache, measured best in both directions."""
@@ -93,8 +94,17 @@ def _before_payload(header: Message, buffers: Sequence[Buffer]) -> tuple[bytes, 
     return head, _PAD_TAG, bytes((pad,)), _PADDING[:pad], tail
 
 
-def unpack(data: bytes, message_class: type[M]) -> tuple[M, memoryview]:
-    """The header (its payload left empty) and a view of the payload. ProtocolError if it is no such frame."""
+def unpack(data: bytes, message_class: type[M], limit: int = MAX_HEADER_BYTES) -> tuple[M, memoryview]:
+    """The header (its payload left empty) and a view of the payload.
+
+    Args:
+        data: the frame.
+        message_class: of the header.
+        limit: bytes that the header may take.
+
+    Raises:
+        ProtocolError: it is no such frame.
+    """
     at, end = 0, len(data)
     try:
         while at < end:
@@ -107,7 +117,9 @@ def unpack(data: bytes, message_class: type[M]) -> tuple[M, memoryview]:
                     raise ProtocolError(f"a frame that declares {length} bytes where {end - at} came")
                 if tag == _PAYLOAD_TAG:
                     if at + length != end or data[start] != _PAYLOAD_TAG:
+                        _check_header(end - length, limit)
                         return _unpack_any_order(data, message_class)
+                    _check_header(start, limit)
                     return message_class.FromString(data[:start]), memoryview(data)[at:]
                 at += length
             elif wire_type == 0:
@@ -116,11 +128,17 @@ def unpack(data: bytes, message_class: type[M]) -> tuple[M, memoryview]:
                 at += 8 if wire_type == 1 else 4
             else:
                 raise ProtocolError(f"a frame with wire type {wire_type}")
+        _check_header(end, limit)
         return message_class.FromString(data), memoryview(b"")
     except IndexError:
         raise ProtocolError(f"not a {message_class.DESCRIPTOR.name}: it ends within a field") from None
     except DecodeError as error:
         raise ProtocolError(f"not a {message_class.DESCRIPTOR.name}: {error}") from None
+
+
+def _check_header(size: int, limit: int) -> None:
+    if size > limit:
+        raise ProtocolError(f"a frame with {size:,} bytes beside its payload, the limit is {limit:,}")
 
 
 def _unpack_any_order(data: bytes, message_class: type[M]) -> tuple[M, memoryview]:

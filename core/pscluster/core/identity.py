@@ -8,6 +8,7 @@ import socket
 from importlib import metadata
 
 from pscluster.core.errors import VersionMismatchError
+from pscluster.core.limits import check_name, one_line
 from pscluster.v1 import node_pb2
 
 VERSION = metadata.version("pscluster")
@@ -27,7 +28,17 @@ def make_identity(role: str, index: int) -> node_pb2.Identity:
 
 
 def check_version(theirs: node_pb2.Identity, ours: node_pb2.Identity) -> None:
-    """Refuse a peer of another version with a sentence that names both."""
+    """Refuse a peer of another version with a sentence that names both.
+
+    What it says of itself is made fit for a log.
+
+    Raises:
+        VersionMismatchError: another version.
+        ProtocolError: a name of more characters than names have.
+    """
+    for said in ("name", "role", "version"):
+        check_name(getattr(theirs, said), f"a peer's {said}")
+        setattr(theirs, said, one_line(getattr(theirs, said)))
     if theirs.version != ours.version:
         raise VersionMismatchError(
             f"{theirs.name or theirs.role or 'the caller'} runs pscluster {theirs.version or '(none given)'}, "

@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from pscluster.core.errors import BusyError, StaleError
+from pscluster.core.errors import BusyError, ProtocolError, StaleError
 from pscluster.core.fault_points import reach
 from pscluster.core.identity import check_version
+from pscluster.core.limits import MAX_COUNT, check_count, check_name, one_line
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
@@ -186,6 +187,7 @@ class NodeService:
     def attach(self, request: node_pb2.AttachRequest, context: grpc.ServicerContext) -> Iterator[node_pb2.AttachEvent]:
         """Hold the role for a coordinator until either side ends the stream."""
         check_version(request.coordinator, self.identity)
+        _check(request)
         over = threading.Event()
         with self._lock:
             self._role.admit(request)
@@ -250,7 +252,7 @@ class NodeService:
             self._attachment.end(request.job)
             self._role.job_ended()
         reach("node.end.after")
-        logger.info("the job is over: %s", request.reason or "no reason given")
+        logger.info("the job is over: %s", one_line(request.reason) or "no reason given")
         self._on_job_end()
         return node_pb2.EndJobReply()
 
@@ -260,3 +262,13 @@ class NodeService:
             self._streams.leaving = True
             for over in self._streams.open:
                 over.set()
+
+
+def _check(request: node_pb2.AttachRequest) -> None:
+    """ProtocolError if the numbers contradict each other, or are more than a job has."""
+    check_name(request.job_name, "a job's name")
+    check_count(len(request.finished_starts), MAX_COUNT, "intervals of functions")
+    if len(request.finished_starts) != len(request.finished_stops):
+        raise ProtocolError("intervals of functions need as many stops as starts")
+    if not 0 <= request.ps_timeout < threading.TIMEOUT_MAX:
+        raise ProtocolError(f"ps_timeout is {request.ps_timeout} s: it is from 0 on, and no longer than waits are")

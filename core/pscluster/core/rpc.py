@@ -18,6 +18,7 @@ from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 
 from pscluster.core.errors import KIND_METADATA, FunctionCancelled, MisuseError, ProtocolError, PsClusterError, kind_of
+from pscluster.core.limits import MAX_CONTROL_BYTES, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def abort(context: grpc.ServicerContext, error: PsClusterError) -> None:
     """End the call with the error's status; raises, as grpc does."""
     kind, status = kind_of(error)
     context.set_trailing_metadata(((KIND_METADATA, kind),))
-    context.abort(status, str(error))
+    context.abort(status, shortened(str(error)))
 
 
 def _parsed(
@@ -88,17 +89,31 @@ def _parsed(
         except DecodeError as error:
             raise ProtocolError(f"not a message of {method.path}: {error}") from None
 
-    if method.client_streaming:
+    def small(data: bytes) -> Any:
+        if len(data) > MAX_CONTROL_BYTES:
+            raise ProtocolError(
+                f"{len(data):,} bytes in one request to {method.path}, the limit is {MAX_CONTROL_BYTES:,}"
+            )
+        return message(data)
+
+    if method.client_streaming:  # arguments of functions
         return lambda stream, context: behaviour(map(message, stream), context)
-    return lambda data, context: behaviour(message(data), context)
+    return lambda data, context: behaviour(small(data), context)
 
 
 # grpc does not catch these: the thread would end and the call would not.
 _UNSEEN = (SystemExit, FunctionCancelled)
 
 
-def _unary(behaviour: Callable[[Any, grpc.ServicerContext], Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
+Greet = Callable[[str], None]
+"""Is told of every call that was accepted whose it is, as gRPC names the peer."""
+
+
+def _unary(
+    behaviour: Callable[[Any, grpc.ServicerContext], Any], greet: Greet
+) -> Callable[[Any, grpc.ServicerContext], Any]:
     def call(request: Any, context: grpc.ServicerContext) -> Any:
+        greet(context.peer())
         try:
             return behaviour(request, context)
         except PsClusterError as error:
@@ -109,8 +124,11 @@ def _unary(behaviour: Callable[[Any, grpc.ServicerContext], Any]) -> Callable[[A
     return call
 
 
-def _streaming(behaviour: Callable[[Any, grpc.ServicerContext], Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
+def _streaming(
+    behaviour: Callable[[Any, grpc.ServicerContext], Any], greet: Greet
+) -> Callable[[Any, grpc.ServicerContext], Any]:
     def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        greet(context.peer())
         try:
             yield from behaviour(request, context)
         except PsClusterError as error:
@@ -121,7 +139,9 @@ def _streaming(behaviour: Callable[[Any, grpc.ServicerContext], Any]) -> Callabl
     return call
 
 
-def generic_handler(service: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
+def generic_handler(
+    service: ServiceDescriptor, servicer: object, greet: Greet = lambda _peer: None
+) -> grpc.GenericRpcHandler:
     """A handler for all methods of the service, each implemented by the servicer's method in snake case."""
     handlers = {}
     for method in methods(service):
@@ -129,7 +149,7 @@ def generic_handler(service: ServiceDescriptor, servicer: object) -> grpc.Generi
         wrap = _streaming if method.server_streaming else _unary
         make = getattr(grpc, f"{method.shape}_rpc_method_handler")
         handlers[method.path.rsplit("/", 1)[1]] = make(
-            wrap(_parsed(method, behaviour)), response_serializer=method.serialize_reply
+            wrap(_parsed(method, behaviour), greet), response_serializer=method.serialize_reply
         )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 

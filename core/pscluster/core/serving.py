@@ -32,7 +32,9 @@ from pscluster.core import fault_points
 from pscluster.core.access import RoleInterceptor
 from pscluster.core.channels import NODE_SERVICE, SERVER_OPTIONS
 from pscluster.core.cluster import Task, TFConfig, is_loopback, split_address
+from pscluster.core.doorkeeper import Doorkeeper
 from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.limits import connections, raise_descriptor_limit, server_options
 from pscluster.core.node import NodeService, Role
 from pscluster.core.process import configure_logging, tune_allocator
 from pscluster.core.rpc import generic_handler
@@ -335,6 +337,7 @@ class RoleServer:
     ) -> None:
         self._serving = False
         self._metrics: MetricsServer | None = None
+        raise_descriptor_limit()
         self.node = NodeService(identity, role, on_job_end, options.coordinator_timeout)
         self._health = health.HealthServicer(
             experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1)
@@ -347,11 +350,10 @@ class RoleServer:
         self._server = grpc.server(
             ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc"),
             interceptors=interceptors,
-            options=[*SERVER_OPTIONS, ("grpc.so_reuseport", int(options.share_port))],
+            options=[*SERVER_OPTIONS, *server_options(), ("grpc.so_reuseport", int(options.share_port))],
         )
-        self._server.add_generic_rpc_handlers((generic_handler(NODE_SERVICE, self.node),))
-        for descriptor, servicer in services.values():
-            self._server.add_generic_rpc_handlers((generic_handler(descriptor, servicer),))
+        for descriptor, servicer in ((NODE_SERVICE, self.node), *services.values()):
+            self._server.add_generic_rpc_handlers((generic_handler(descriptor, servicer, self._greet),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = ["", *(descriptor.full_name for descriptor, _ in services.values())]
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -369,7 +371,12 @@ class RoleServer:
             telemetry.ask_readiness(self._not_ready)
             self._metrics = serve_metrics(telemetry, options)
             self.node.metrics_address = self._metrics.address if self._metrics is not None else ""
+        self._doorkeeper = Doorkeeper(self.port, connections())
         self._server.start()
+        self._doorkeeper.start()
+
+    def _greet(self, peer: str) -> None:
+        self._doorkeeper.greet(peer)
 
     def _not_ready(self) -> str:
         return self.node.not_ready() if self._serving else "it waits for the tasks that it needs"
@@ -392,6 +399,7 @@ class RoleServer:
 
     def stop(self, grace: float) -> None:
         """Refuse new calls, give the running ones `grace` seconds, close."""
+        self._doorkeeper.stop()
         self._server.stop(grace).wait()
         if self._metrics is not None:
             self._metrics.close()

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import os
+import stat
 import sys
 import sysconfig
 import types
@@ -50,6 +51,8 @@ def source_of(module: types.ModuleType) -> Path | None:
 def digest_of(path: Path) -> str:
     """SHA-256 of a file, in hex. Read again only when the file's time or size is another."""
     status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # a device may have no end
+        raise OSError(f"{path} is no file")
     return _digest(path, status.st_mtime_ns, status.st_size)
 
 

@@ -156,26 +156,20 @@ class TokenInterceptor(grpc.ServerInterceptor):
             context.set_trailing_metadata(((KIND_METADATA, kind),))
             context.abort(status, str(error))
 
-        self._refuse: dict[tuple[bool, bool], grpc.RpcMethodHandler[Any, Any]] = {
-            (False, False): grpc.unary_unary_rpc_method_handler(refuse),
-            (False, True): grpc.unary_stream_rpc_method_handler(refuse),
-            (True, False): grpc.stream_unary_rpc_method_handler(refuse),
-            (True, True): grpc.stream_stream_rpc_method_handler(refuse),
-        }
+        # Whatever the method: of a stream of requests nothing is read before it is asked for, and so of a stranger's
+        # call nothing but its head, and no thread waits for the rest. A status alone is an answer of every arity.
+        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(refuse)
 
     def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Let the call through, or answer it with UNAUTHENTICATED in its own arity."""
+        """Let the call through, or answer it with UNAUTHENTICATED."""
         given = b""
         for key, value in details.invocation_metadata or ():
             if key == _HEADER:
                 given = value if isinstance(value, bytes) else value.encode()
         if given.startswith(_SCHEME) and self._token.accepts(given.removeprefix(_SCHEME)):
             return continuation(details)
-        handler = continuation(details)
-        if handler is None:
-            return None
-        return self._refuse[handler.request_streaming, handler.response_streaming]
+        return None if continuation(details) is None else self._refuse

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from pscluster.core.dtypes import dtype_named, is_variable_dtype
 from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.limits import MAX_NAME, MAX_RANK
 
 Buffer = bytes | bytearray | memoryview
 
-_MAX_RANK = 64
 _MAX_ELEMENT = 1 << 20
 _NATIVE = "<" if sys.byteorder == "little" else ">"
 _NAMED = re.compile(
@@ -101,13 +101,19 @@ def wire_bytes(array: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-@functools.lru_cache(maxsize=256)
 def dtype_of(name: str) -> np.dtype[Any]:
     """The dtype of that name on the wire, in this machine's byte order.
 
     Raises:
         ProtocolError: no such name, or it needs the library ml_dtypes, which is not installed here.
     """
+    if len(name) > MAX_NAME:
+        raise ProtocolError(f"there is no element type {name[:40]!r}...")
+    return _dtype_of(name)
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_of(name: str) -> np.dtype[Any]:
     match = _NAMED.fullmatch(name)
     if match is None or name in ("bool", "complex64", "complex128"):
         return dtype_named(name)
@@ -186,7 +192,7 @@ def scalar_from(name: str, data: bytes) -> Any:
 
 
 def _check_size(name: str, shape: tuple[int, ...], itemsize: int, data: Buffer) -> None:
-    if len(shape) > _MAX_RANK:
+    if len(shape) > MAX_RANK:
         raise ProtocolError(f"an array of {len(shape)} dimensions")
     came = data.nbytes if isinstance(data, memoryview) else len(data)
     if math.prod(shape) * itemsize != came:

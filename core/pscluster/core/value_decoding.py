@@ -12,6 +12,7 @@ from typing import Any
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.handles import Handle
+from pscluster.core.limits import MAX_RANK
 from pscluster.core.value_arrays import Buffer, array_from, scalar_from
 from pscluster.core.value_encoding import MAX_DEPTH
 from pscluster.core.value_records import imported_class, layout_for
@@ -120,6 +121,8 @@ def _get_array(decoder: _Decoder, value: value_pb2.Value, _depth: int) -> Any:
             return str(data, "utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise ProtocolError(f"a text that is not in UTF-8: {error.reason}") from None
+    if len(array.shape) > MAX_RANK:  # before there is a tuple of them
+        raise ProtocolError(f"an array of {len(array.shape)} dimensions")
     return array_from(array.dtype, tuple(array.shape), data, own=own)
 
 

@@ -17,6 +17,7 @@ from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, Una
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
+from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count, shortened
 from pscluster.core.node import Role
 from pscluster.core.telemetry.recording import SESSION_HEADER, Served
 from pscluster.ps.budget import DEFAULT_MIB, Budget
@@ -246,7 +247,7 @@ class ParameterServerService:
             if request.HasField("read") and not payload and not request.id:
                 self._role.store.prepare(data, request.read)
         except PsClusterError as error:
-            reply.refusal.kind, reply.refusal.message = kind_of(error)[0], str(error)
+            reply.refusal.kind, reply.refusal.message = kind_of(error)[0], shortened(str(error))
             self._counts.refused += 1
         reply.total_bytes = sum(len(buffer) for buffer in buffers)
         return _WORDS.get(reply.WhichOneof("body") or "", ""), pack(reply, buffers)
@@ -383,6 +384,11 @@ class ParameterServerService:
             # Whose functions run here. A step may set the rate of an optimizer whose rule the server has.
             check_coordinator(context, "the creation of variables, and of optimizers with a rule of their own")
         expected = store.expected_bytes(request.create)
+        if expected is None and request.total_bytes > MAX_PICKLE_BYTES:
+            raise ProtocolError(
+                f"a function or class of {request.total_bytes:,} bytes, the limit is {MAX_PICKLE_BYTES:,}: let it not "
+                "capture what it can load"
+            )
         if expected is not None and request.total_bytes != expected:
             raise ProtocolError(f"a creation of {request.total_bytes} bytes whose shards here have {expected}")
 
@@ -424,6 +430,7 @@ class ParameterServerService:
         store = self._store_of(request.job)
         if len(request.starts) != len(request.stops):
             raise ProtocolError("intervals of functions need as many stops as starts")
+        check_count(len(request.starts), MAX_COUNT, "intervals of functions")
         store.finish_functions(list(zip(request.starts, request.stops, strict=True)), request.keys)
         reach("ps.finish.after")
         return ps_pb2.FinishFunctionsReply()

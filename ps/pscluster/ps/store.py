@@ -41,6 +41,7 @@ from pscluster.core.errors import (
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import CHUNK_BYTES, Buffer, padding, view
 from pscluster.core.geometry import AxisSlice, Partition
+from pscluster.core.limits import MAX_RANK, MAX_ROWS_BYTES, check_name
 from pscluster.ps.birth import born, filler, no_handles
 from pscluster.ps.counts import StoreCounts, VariableCounts
 from pscluster.ps.ledger import Ledger, Origin
@@ -173,6 +174,9 @@ class Payload:
 
 def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
     """The geometry that a spec describes. ProtocolError if it describes none."""
+    check_name(spec.name, "a variable's name")
+    if len(spec.shape) > MAX_RANK:
+        raise ProtocolError(f"variable {spec.name!r} has {len(spec.shape):,} axes, the limit is {MAX_RANK}")
     try:
         partition = Partition(tuple(spec.shape), tuple(tuple(split.ends) for split in spec.splits))
     except ValueError as error:
@@ -229,6 +233,7 @@ class Store:
         spec = request.variable
         if spec.id == 0 or not spec.name:
             raise ProtocolError("a variable without a number or a name")
+        check_name(spec.name, "a variable's name")
         with self._lock:
             self._check_name(spec)
         if request.HasField("initializer"):
@@ -344,6 +349,7 @@ class Store:
         spec = request.optimizer
         if not spec.id or not spec.name:
             raise ProtocolError("an optimizer without a number or a name")
+        check_name(spec.name, "an optimizer's name")
         rule_class: Any = RULES.get(spec.rule)
         if request.HasField("rule"):
             rule_class = resolve(request.rule, payload.joined(), no_handles)
@@ -498,6 +504,11 @@ class Store:
         if which == "ids":
             table = _table(array, item.rows.leading, held.spec.name)
             size = item.rows.ids * table.shape[1] * dtype.itemsize
+            if size > max(MAX_ROWS_BYTES, array.nbytes):
+                raise InvalidUpdateError(
+                    f"{item.rows.ids:,} rows of {held.spec.name!r} take {size:,} bytes, the limit for one read is "
+                    f"{MAX_ROWS_BYTES:,}: read each row once, or fewer at a time"
+                )
             ids_size = item.rows.ids * 8
             return _Source(shard, table, size, dtype), at + ids_size + padding(ids_size)
         if which == "version":

@@ -16,6 +16,7 @@ An element is read while the lock is free: what is read for a part that was clos
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from pscluster.core.context import FunctionContext, current_function, running
-from pscluster.core.errors import DatasetError, FunctionCancelled, MisuseError
+from pscluster.core.errors import DatasetError, FunctionCancelled, MisuseError, ProtocolError
 from pscluster.core.handles import Handle
 from pscluster.worker.datasets import EndOfIterator
 from pscluster.worker.pipelines import Pipeline
@@ -31,6 +32,7 @@ from pscluster.worker.pipelines import Pipeline
 logger = logging.getLogger(__name__)
 
 _PARTS = 2
+_PLACE = re.compile(r"[0-9]{1,20}/([0-9]{1,18})/([0-9]{1,18})/([0-9]{1,18})")
 _CHECK_SECONDS = 0.1  # so often a function that waits for data looks whether it is to stop
 
 
@@ -51,7 +53,9 @@ class Part(Handle):
         self.pipeline = pipeline
         self._reader = reader
         self._skips = skips
-        epoch, start, stop = key.split("/")[1:]
+        if (place := _PLACE.fullmatch(key)) is None:
+            raise ProtocolError(f"{key[:80]!r} is no part of a dataset")
+        epoch, start, stop = place.groups()
         self._elements = pipeline.elements(int(epoch), int(start), int(stop))
         self._what = f"dataset {pipeline.name!r}, epoch {epoch}, from {int(start):,} to {int(stop) - 1:,}"
         self.ready: deque[Any] = deque()

@@ -14,6 +14,7 @@ from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, St
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Assembler, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
+from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count
 from pscluster.core.node import Role
 from pscluster.core.telemetry.recording import Recording
 from pscluster.ps.client import PsClient
@@ -193,6 +194,7 @@ class WorkerService:
             if first is None:
                 first = frame
                 self._role.job(frame.incarnation)
+                _check(frame)
             assembler.add(frame, payload)
         if first is None or not assembler.complete:
             raise ProtocolError("the upload ended before its last frame")
@@ -210,8 +212,6 @@ class WorkerService:
         elif body == "resource":
             job.build(first.resource)
         elif body == "attachments":
-            if sum(first.attachments.sizes) != len(payload):
-                raise ProtocolError(f"attachments of {sum(first.attachments.sizes)} bytes, but {len(payload)} came")
             parts, at = [], 0
             for size in first.attachments.sizes:
                 parts.append(payload[at : at + size])
@@ -250,3 +250,18 @@ class WorkerService:
         """Forget resources and definitions."""
         self._role.job(request.incarnation).release(request.resources, request.definitions)
         return worker_pb2.ReleaseReply()
+
+
+def _check(first: worker_pb2.UploadRequest) -> None:
+    """ProtocolError if more is announced than may come."""
+    if first.WhichOneof("body") == "attachments":
+        check_count(len(first.attachments.sizes), MAX_COUNT, "arrays beside the arguments")
+        if sum(first.attachments.sizes) != first.total_bytes:
+            raise ProtocolError(
+                f"attachments of {sum(first.attachments.sizes)} bytes, but {first.total_bytes} are declared"
+            )
+    elif first.total_bytes > MAX_PICKLE_BYTES:
+        raise ProtocolError(
+            f"a function or class of {first.total_bytes:,} bytes, the limit is {MAX_PICKLE_BYTES:,}: let it not "
+            "capture what it can load"
+        )

@@ -1,0 +1,113 @@
+"""Closes connections of strangers when there are many.
+
+gRPC counts connections, but can't tell one that is used from one that only sits there: as many as there may be, held
+open by somebody without a token, would keep everybody else out. So, when half of the places are taken, connections on
+which no call was ever accepted are closed as soon as they are a second old. Whoever belongs here comes again by itself.
+
+Linux only: elsewhere descriptors can't be listed, and the count is all there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+
+_DESCRIPTORS = "/proc/self/fd"
+
+
+class Doorkeeper:
+    """Of one port.
+
+    Args:
+        port: where the role listens.
+        places: how many connections it takes.
+    """
+
+    def __init__(self, port: int, places: int) -> None:
+        self._port = port
+        self._crowd = max(1, places // 2)
+        self._known: set[str] = set()
+        self._strangers: set[str] = set()  # at the last look
+        self._closed = 0
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        """Look now and then, until `stop`."""
+        if os.path.isdir(_DESCRIPTORS):
+            threading.Thread(target=self._watch, name="doorkeeper", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+    def greet(self, peer: str) -> None:
+        """A call of this peer, as gRPC names it, was accepted."""
+        self._known.add(peer)
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            try:
+                self.look()
+            except Exception:
+                logger.exception("connections could not be looked at")
+
+    def look(self) -> int:
+        """Close strangers that were here at the last look, if there are many connections. How many were closed."""
+        if len(os.listdir(_DESCRIPTORS)) <= self._crowd:
+            if self._closed:
+                logger.warning(
+                    "%d connections without an accepted call were closed, since there were many", self._closed
+                )
+                self._closed = 0
+            self._strangers.clear()
+            return 0
+        closed, here, strangers = 0, set[str](), set[str]()
+        for peer, connection in self._connections():
+            here.add(peer)
+            if peer in self._known:
+                continue
+            if peer not in self._strangers:
+                strangers.add(peer)
+                continue
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # gRPC finds its end, and closes it
+                closed += 1
+        if closed and not self._closed:
+            logger.warning(
+                "more than %d connections are open: those without an accepted call are being closed", self._crowd
+            )
+        self._closed += closed
+        self._strangers = strangers
+        self._known &= here  # what is greeted meanwhile and lost here is greeted again by its next call
+        return closed
+
+    def _connections(self) -> Iterator[tuple[str, socket.socket]]:
+        """Peers of this port, and a socket of each that is ours to close."""
+        for name in os.listdir(_DESCRIPTORS):
+            try:
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue
+                # Of a descriptor that is closed and taken again meanwhile, all that follows is of the new one.
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    if internet and connection.getsockname()[1] == self._port:
+                        yield _peer_of(connection), connection
+            except OSError:  # closed meanwhile, or nobody's
+                continue
+
+
+def _peer_of(connection: socket.socket) -> str:
+    """As gRPC names it."""
+    host, port = connection.getpeername()[:2]
+    if connection.family == socket.AF_INET6 and not host.startswith("::ffff:"):
+        return f"ipv6:%5B{host}%5D:{port}"
+    return f"ipv4:{host.removeprefix('::ffff:')}:{port}"
