@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pscluster.coordinator.partitioners import FixedShardsPartitioner
-from pscluster.core.errors import MisuseError
+from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.ps.variables import Variable
 
@@ -74,9 +74,14 @@ class JobProgress:
 
 
 def decoded(data: bytes) -> dict[str, Any]:
-    """What was kept, from the variable's bytes."""
+    """What was kept, from the variable's bytes. CheckpointError if they are something else."""
     size = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    found: dict[str, Any] = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + size]) if size else {}
+    try:
+        found: Any = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + size]) if size else {}
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the variable {NAME!r}, or one like it, holds no progress: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"the variable {NAME!r}, or one like it, holds no progress, but {found!r:.80}")
     return found
 
 

@@ -100,20 +100,39 @@ class Visits:
         return {"length": self.length, "epoch": self.epoch, "visited": visited}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. CheckpointMisfitError if it is of a dataset of another length; nothing has changed then."""
-        if state["length"] != self.length:
+        """Go on from there.
+
+        Raises:
+            CheckpointMisfitError: it is of a dataset of another length, or no position; nothing has changed then.
+        """
+        try:
+            epoch, found = int(state["epoch"]), _checked(state["visited"])
+            length = state["length"]
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CheckpointMisfitError(f"what was saved is no position of a dataset: {error!r:.200}") from None
+        if length != self.length:
             raise CheckpointMisfitError(
-                f"the position that was saved is of a dataset with {state['length']:,} examples, and this one has "
+                f"the position that was saved is of a dataset with {length} examples, and this one has "
                 f"{self.length:,}: give it another name to begin at its start"
             )
-        self.epoch, self._visited, self._given = int(state["epoch"]), {}, {}
-        for epoch, found in state["visited"].items():
+        self.epoch, self._visited, self._given = epoch, {}, {}
+        for number, intervals in found.items():
             visited, given = IntervalSet(), IntervalSet()
-            for start, stop in found:
+            for start, stop in intervals:
                 visited.add(start, min(stop, self.kept))
                 given.add(start, min(stop, self.kept))
-            self._visited[int(epoch)], self._given[int(epoch)] = visited, given
+            self._visited[number], self._given[number] = visited, given
         self.commit(self.epoch, 0, 0)  # with a larger batch size less is kept: that may have been all
+
+
+def _checked(visited: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
+    """By epoch, the intervals that were visited. ValueError if they are none."""
+    found = {}
+    for epoch, intervals in visited.items():
+        found[int(epoch)] = [(start, stop) for start, stop in intervals]
+        if not all(type(start) is type(stop) is int and start >= 0 for start, stop in found[int(epoch)]):
+            raise ValueError(f"{intervals!r:.80} are no intervals")
+    return found
 
 
 def _size(intervals: IntervalSet | None) -> int:

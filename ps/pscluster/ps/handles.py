@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
 
+from pscluster.core.errors import ProtocolError
 from pscluster.core.handles import Handle
 from pscluster.ps.client import PsClient
 from pscluster.ps.metrics import Metric
@@ -24,15 +26,25 @@ def handle_of(kind: str, key: str, client: Callable[[], PsClient], resolve: Call
 
     Raises:
         UnknownVariableError: there is none of that name.
+        ProtocolError: no such key.
     """
     if kind == Variable.handle_kind:
         return Variable.of(client().describe_variable(key), client())
     if kind == Optimizer.handle_kind:
         return Optimizer.of(client().describe_optimizer(key), client())
     if kind == SlotVariable.handle_kind:
-        variable, optimizer, slot = json.loads(key)
+        variable, optimizer, slot = _names(key)
         holder: Optimizer = resolve(Optimizer.handle_kind, optimizer)
         return holder.slot(resolve(Variable.handle_kind, variable), slot)
     if kind == Metric.handle_kind:
         return Metric.of(key, lambda name: resolve(Variable.handle_kind, name))
     return None
+
+
+def _names(key: str) -> tuple[str, str, str]:
+    """Those of a slot's variable and optimizer, and its own. ProtocolError if the key has not got them."""
+    with contextlib.suppress(ValueError, RecursionError):
+        match json.loads(key):
+            case [str() as variable, str() as optimizer, str() as slot]:
+                return variable, optimizer, slot
+    raise ProtocolError(f"{key[:80]!r} names no slot of an optimizer")

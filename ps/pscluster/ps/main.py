@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -23,6 +23,7 @@ from pscluster.core.serving import (
     settle_trust,
 )
 from pscluster.ps.budget import DEFAULT_MIB
+from pscluster.ps.checkpoints.roots import Roots
 from pscluster.ps.durable.keeper import (
     DURABILITY_VARIABLE,
     SNAPSHOT_SECONDS,
@@ -49,12 +50,13 @@ def serve_ps(
     options: RoleOptions,
     in_flight_mib: int = DEFAULT_MIB,
     durability: DurabilityOptions | None = None,
+    checkpoint_roots: Sequence[str] = (),
 ) -> Callable[[StopRequest], Callable[[], None]]:
     """What `run_role` starts: a parameter server that listens on `address`."""
 
     def serve(stop: StopRequest) -> Callable[[], None]:
         settle_trust(address, options)
-        role = ParameterServerRole(index, Keeper(durability or DurabilityOptions()))
+        role = ParameterServerRole(index, Keeper(durability or DurabilityOptions()), Roots(checkpoint_roots))
         service = ParameterServerService(role, in_flight_mib << 20)
         server = RoleServer(
             make_identity("ps", index),
@@ -130,9 +132,18 @@ def durability_options(
     help="Between two snapshots; longer where one takes more than a tenth of it.",
 )
 @click.option("--fsync", is_flag=True, help="Also survive the death of the machine: wait for the disk.")
+@click.option(
+    "--checkpoint-root",
+    "checkpoint_roots",
+    envvar="PSCLUSTER_CHECKPOINT_ROOT",
+    multiple=True,
+    metavar="DIRECTORY",
+    help="Write and read checkpoints inside of this directory (or URL) only; may be given again. Default: anywhere.",
+)
 @role_options
 def command(
     options: RoleOptions,
+    checkpoint_roots: tuple[str, ...],
     in_flight_mib: int,
     durability: str,
     state_dir: Path | None,
@@ -144,7 +155,7 @@ def command(
     own = config.cluster.task_address("ps", index)
     address = listen_address(own, options)
     keeping = durability_options(index, own, durability, state_dir, snapshot_seconds, fsync=fsync)
-    run_role("ps", index, options, serve_ps(index, address, options, in_flight_mib, keeping))
+    run_role("ps", index, options, serve_ps(index, address, options, in_flight_mib, keeping, checkpoint_roots))
 
 
 def main() -> None:

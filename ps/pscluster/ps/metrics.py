@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.errors import MisuseError, UnknownVariableError
+from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, UnknownVariableError
 from pscluster.core.handles import Handle
 from pscluster.ps.client import UpdatePart
 from pscluster.ps.creating import current_creator, has_creator
@@ -29,6 +29,8 @@ State = dict[str, npt.NDArray[Any]]
 """Of a metric; arrays of any shapes."""
 
 Floats = npt.NDArray[np.float64]
+
+_MAX_THRESHOLDS = 1_000_000
 
 
 class MetricLike(Protocol):
@@ -88,14 +90,19 @@ class Metric(Handle):
 
     @staticmethod
     def of(key: str, variable: Callable[[str], Variable]) -> Metric:
-        """The handle of a metric that exists."""
-        kind, name, config, lives = json.loads(key)
-        cls = _CLASSES.get(kind)
-        if cls is None:
-            raise UnknownVariableError(f"there is no metric of the kind {kind!r}")
-        handle: Metric = object.__new__(cls)
-        handle.name, handle._config = name, config
-        handle._configure(**config)
+        """The handle of a metric that exists. ProtocolError if the key is none of a metric."""
+        try:
+            kind, name, config, lives = json.loads(key)
+            cls = _CLASSES.get(kind)
+            if cls is None:
+                raise UnknownVariableError(f"there is no metric of the kind {kind!r:.80}")
+            handle: Metric = object.__new__(cls)
+            handle.name, handle._config = str(name), config
+            handle._configure(**config)
+        except PsClusterError:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+            raise ProtocolError(f"{key[:80]!r} is no key of a metric: {error}") from None
         handle._variables = [variable(f"{name}/{state}") for state in handle.initial()] if lives else []
         return handle
 
@@ -355,8 +362,8 @@ class AUC(_AtThresholds):
 
     def _configure(self, **config: Any) -> None:
         num_thresholds = config["num_thresholds"]
-        if num_thresholds < 2:
-            raise ValueError(f"num_thresholds is {num_thresholds}; it must be 2 or more")
+        if not 2 <= num_thresholds <= _MAX_THRESHOLDS:
+            raise ValueError(f"num_thresholds is {num_thresholds}; it must be from 2 to {_MAX_THRESHOLDS:,}")
         inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
         self._thresholds = np.array([-1e-7, *inner, 1 + 1e-7])
 

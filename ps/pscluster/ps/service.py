@@ -22,7 +22,7 @@ from pscluster.core.node import Role
 from pscluster.core.telemetry.recording import SESSION_HEADER, Served
 from pscluster.ps.budget import DEFAULT_MIB, Budget
 from pscluster.ps.checkpoints.parts import Parts
-from pscluster.ps.checkpoints.tensor_files import join
+from pscluster.ps.checkpoints.roots import Roots
 from pscluster.ps.counts import ServiceCounts, StoreCounts
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Lineage
 from pscluster.ps.shard import Snapshot
@@ -47,7 +47,8 @@ _MAX_PUSH_BYTES = 1 << 46  # what is received is bounded by the items' sizes; th
 class ParameterServerRole(Role):
     """Keeps the store of the job that the server works for."""
 
-    def __init__(self, index: int, keeper: Keeper | None = None) -> None:
+    def __init__(self, index: int, keeper: Keeper | None = None, roots: Roots | None = None) -> None:
+        self.roots = roots or Roots()
         self.keeper = keeper or Keeper(DurabilityOptions())
         self.parts = Parts()
         self.counts = ServiceCounts()
@@ -445,8 +446,9 @@ class ParameterServerService:
                 reach("ps.mark.after")
             elif request.action == ps_pb2.CheckpointRequest.WRITE:
                 reach("ps.part.before")
+                path = self._role.roots.path_of(request.directory, request.file)
                 begin = time.monotonic()
-                reply = self._role.parts.write(store, request.id, join(request.directory, request.file))
+                reply = self._role.parts.write(store, request.id, path)
                 self._counts.checkpoints.add(time.monotonic() - begin)
                 self._counts.checkpoint_bytes += reply.bytes
                 reach("ps.part.after")
@@ -468,7 +470,7 @@ class ParameterServerService:
                 self._role.keeper.save()
                 reach("ps.commit.saved")
             else:
-                where = functools.partial(join, request.directory)
+                where = functools.partial(self._role.roots.path_of, request.directory)
                 self._role.parts.stage(store, request.id, request.shards, where)
                 reach("ps.stage.after")
         return ps_pb2.RestoreReply()

@@ -27,6 +27,7 @@ from pscluster.v1 import ps_pb2
 
 FORMAT = "pscluster-checkpoint"
 VERSION = 1
+_MAX_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +159,13 @@ def read_index(directory: str) -> Index:
     path = join(directory, INDEX)
     try:
         with fsspec.open(path, "rb") as file:
-            data = file.read()
+            data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{directory} is no checkpoint: it has no {INDEX}, which is written last") from None
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{path} can't be read: {reason(error)}") from error
+    if len(data) > _MAX_BYTES:
+        raise CheckpointError(f"{path} is larger than an index may be, {_MAX_BYTES:,} bytes")
     text, mark, digest = data.decode(errors="replace").rpartition(',\n "sha256": "')
     if not mark or hashlib.sha256(f"{text}\n}}".encode()).hexdigest() != digest[:64] or digest[64:] != '"\n}\n':
         try:
@@ -171,18 +174,24 @@ def read_index(directory: str) -> Index:
             foreign = False
         what = "is of another program" if foreign else "is damaged: it is not what was written"
         raise CheckpointError(f"{path} {what}")
-    body = json.loads(text + "\n}")
-    if body.get("format") != FORMAT or body.get("version") != VERSION:
-        raise CheckpointError(f"{path} is of version {body.get('version')!r} of the format, not {VERSION}")
     try:
+        body = json.loads(text + "\n}")
+        if body.get("format") != FORMAT or body.get("version") != VERSION:
+            raise CheckpointError(f"{path} is of version {body.get('version')!r} of the format, not {VERSION}")
         return _parsed(body)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} makes no sense: {type(error).__name__}: {error}") from error
 
 
 def _parsed(body: dict[str, Any]) -> Index:
     index = Index(body["number"], body["created"], body["pause_seconds"], optimizers=body["optimizers"])
     index.files = {name: SavedFile(**each) for name, each in body["files"].items()}
+    if not isinstance(index.pause_seconds, int | float):
+        raise TypeError(f"pause_seconds is {index.pause_seconds!r:.40}")
+    for file in index.files.values():
+        _check_types(file, bytes=int, header_bytes=int, header_sha256=str)
+    if not all(isinstance(each, dict) for each in index.optimizers.values()):
+        raise TypeError("an optimizer that is no object")
     for name, each in body["variables"].items():
         arrays = {
             key: [SavedTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in tensors]
@@ -198,8 +207,33 @@ def _parsed(body: dict[str, Any]) -> Index:
             each["updates"],
             each["steps"],
         )
-        _ = index.variables[name].partition  # ValueError if the ends don't fit the shape
+        shards = index.variables[name].partition.num_shards  # ValueError if the ends don't fit the shape
+        _check_saved(index.variables[name], shards)
     return index
+
+
+def _check_types(record: object, **types: type) -> None:
+    """TypeError if a field is not of that type; ValueError for a number below 0."""
+    for field_name, kind in types.items():
+        value = getattr(record, field_name)
+        if type(value) is not kind:
+            raise TypeError(f"{field_name} is {value!r:.40}, not of type {kind.__name__}")
+        if kind is int and value < 0:
+            raise ValueError(f"{field_name} is {value}")
+
+
+def _check_saved(variable: SavedVariable, shards: int) -> None:
+    """TypeError or ValueError if what is said of a variable is not what is said of variables."""
+    _check_types(variable, dtype=str, trainable=bool, updates=list, steps=list)
+    if len(variable.updates) != shards or len(variable.steps) != shards:
+        raise ValueError(f"{len(variable.updates)} counts of updates for {shards} shards of {variable.name!r:.80}")
+    steps = [count for each in variable.steps for count in each.values()]
+    if not all(type(count) is int and count >= 0 for count in [*variable.updates, *steps]):
+        raise TypeError(f"a count of {variable.name!r:.80} that is no number from 0 on")
+    for tensor in (tensor for tensors in variable.arrays.values() for tensor in tensors):
+        _check_types(tensor, shard=int, file=str, tensor=str, dtype=str, offset=int, bytes=int, sha256=str)
+        if not all(type(length) is int for length in tensor.shape):
+            raise TypeError(f"the shape of {tensor.tensor!r:.80} is {tensor.shape!r:.80}")
 
 
 def check_whole(index: Index, directory: str) -> None:

@@ -167,6 +167,10 @@ class Parts:
         wanted: dict[tuple[str, str], list[tuple[ps_pb2.RestoreSource, Array]]] = {}
         held = {each.spec.id: each for each in store.held()[0]}
         for item in shards:
+            if item.variable not in held or item.shard not in held[item.variable].shards:
+                raise CheckpointMisfitError(
+                    f"shard {item.shard} of variable number {item.variable} does not live on ps {store.index}"
+                )
             shard = held[item.variable].shards[item.shard]
             arrays: dict[str, Array] = {}
             for wish in item.arrays:
@@ -176,6 +180,8 @@ class Parts:
                 arrays[key] = _blank(store, held[item.variable], shard, key)
                 for source in wish.sources:
                     wanted.setdefault((source.file, source.tensor.tensor), []).append((source, arrays[key]))
+            if "value" not in arrays:
+                raise CheckpointMisfitError(f"no values for shard {item.shard} of {held[item.variable].spec.name!r}")
             _check_slots(store, held[item.variable], arrays)
             steps = {numbers[name]: step for name, step in item.steps.items() if name in numbers}
             staged.arrays.append((shard, arrays, steps))
@@ -190,7 +196,10 @@ class Parts:
             place = WrittenTensor(entry.offset, entry.bytes, entry.sha256)
             values = read(where(file), entry.tensor, entry.dtype, tuple(entry.shape), place)
             for source, target in places:
-                target[_box(source.to, source.count)] = values[_box(getattr(source, "from"), source.count)]
+                try:
+                    target[_box(source.to, source.count)] = values[_box(getattr(source, "from"), source.count)]
+                except (ValueError, IndexError, OverflowError) as error:
+                    raise CheckpointMisfitError(f"{entry.tensor} does not go where it is to: {error}") from None
         with self._lock:
             if number not in self._over:
                 self._staged[number] = staged

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.dtypes import dtype_named
-from pscluster.core.errors import CheckpointError
+from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
 from pscluster.core.frames import view
+from pscluster.core.limits import MAX_RANK
 
 Array = npt.NDArray[Any]
 
@@ -163,17 +165,30 @@ def verified(
 
 
 def read(path: str, tensor: str, dtype: str, shape: Sequence[int], place: WrittenTensor) -> Array:
-    """A tensor, verified."""
-    array: Array = np.empty(tuple(shape), dtype_named(dtype))
-    if array.nbytes != place.nbytes:
-        raise CheckpointError(
-            f"{path}: {tensor} of {dtype}{list(shape)} takes {array.nbytes:,} bytes, not {place.nbytes:,}"
-        )
+    """A tensor, verified. CheckpointError if it is not what was written, or can't be."""
+    array = _empty(path, tensor, dtype, shape, place.nbytes)
     data, at = view(array), 0
     for chunk in verified(path, tensor, place.offset, place.nbytes, place.sha256):
         data[at : at + len(chunk)] = chunk
         at += len(chunk)
     return array
+
+
+def _empty(path: str, tensor: str, dtype: str, shape: Sequence[int], nbytes: int) -> Array:
+    """Room for a tensor; none is taken if the shape is not one of so many bytes."""
+    try:
+        found = dtype_named(dtype)
+    except (MisuseError, ProtocolError) as error:
+        raise CheckpointError(f"{path}: {tensor}: {error}") from None
+    if len(shape) > MAX_RANK or math.prod(shape) * found.itemsize != nbytes:
+        takes = math.prod(shape[:MAX_RANK]) * found.itemsize
+        raise CheckpointError(
+            f"{path}: {tensor} of {dtype}{list(shape[:MAX_RANK])} takes {takes:,} bytes, not {nbytes:,}"
+        )
+    try:
+        return np.empty(tuple(shape), found)
+    except (MemoryError, ValueError) as error:
+        raise CheckpointError(f"{path}: {tensor} of {dtype}{list(shape)} is too large: {error}") from None
 
 
 def _reason(error: BaseException) -> str:

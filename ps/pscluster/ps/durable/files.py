@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import struct
@@ -23,9 +24,10 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
 from pscluster.core.dtypes import dtype_named
-from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import CHUNK_BYTES, view
+from pscluster.core.limits import MAX_RANK
 from pscluster.ps.durable.capture import Capture
 from pscluster.v1 import state_pb2
 
@@ -219,10 +221,22 @@ class StateDirectory:
         if "/" in saved.file or not _NAMES.fullmatch(saved.file):
             raise DamagedError(f"a manifest in {self.path} refers to {saved.file!r}")
         path = self.path / saved.file
-        array: Array = np.empty(tuple(saved.shape), dtype_named(saved.dtype))
+        try:
+            dtype = dtype_named(saved.dtype)
+        except (MisuseError, ProtocolError) as error:
+            raise DamagedError(f"{path}: {saved.name}: {error}") from None
+        sums = -(-saved.bytes // CHUNK_BYTES)
+        if (
+            len(saved.shape) > MAX_RANK
+            or math.prod(saved.shape) * dtype.itemsize != saved.bytes
+            or len(saved.crc32) != sums
+        ):
+            raise DamagedError(f"{path}: {saved.name} is not of {saved.bytes} bytes and {sums} checksums")
+        try:
+            array: Array = np.empty(tuple(saved.shape), dtype)
+        except (MemoryError, ValueError) as error:
+            raise DamagedError(f"{path}: {saved.name} is too large: {error}") from None
         data = view(array)
-        if len(data) != saved.bytes:
-            raise DamagedError(f"{path}: {saved.name} has {len(data)} bytes, not {saved.bytes}")
         try:
             with path.open("rb", buffering=0) as file:
                 file.seek(saved.offset)
@@ -236,6 +250,8 @@ class StateDirectory:
                         raise DamagedError(f"{path} is damaged between bytes {at:,} and {at + len(chunk):,}")
         except FileNotFoundError:
             raise DamagedError(f"{path} is missing") from None
+        except (ValueError, OverflowError):  # an offset that no file has
+            raise DamagedError(f"{path} has no byte {saved.offset:,}") from None
         return array
 
 

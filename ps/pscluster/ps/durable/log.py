@@ -24,7 +24,7 @@ from pathlib import Path
 
 import xxhash
 
-from pscluster.core.errors import UnavailableError
+from pscluster.core.errors import ProtocolError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Buffer, parts_of, unpack
 from pscluster.ps.durable.files import DamagedError, StateDirectory, write_all
@@ -280,7 +280,10 @@ def _records_of(
                 where = _SEGMENT.size + at
                 raise DamagedError(f"{path} is damaged at byte {where:,}, with updates that were acknowledged")
             break
-        yield unpack(data[at + _HEAD.size : end], state_pb2.LogRecord)
+        try:
+            yield unpack(data[at + _HEAD.size : end], state_pb2.LogRecord, end)
+        except ProtocolError as error:
+            raise DamagedError(f"{path} holds at byte {_SEGMENT.size + at:,} what is no record: {error}") from None
         at = end
     return _SEGMENT.size + at
 

@@ -92,6 +92,8 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
     store = Store(manifest.server, manifest.job)
     found: defaultdict[int, dict[int, Shard]] = defaultdict(dict)
     for saved, parts in zip(manifest.shards, arrays, strict=True):
+        if "value" not in parts:
+            raise DamagedError(f"generation {manifest.generation} lacks the values of a shard")
         shard = found[saved.variable][saved.shard] = Shard(parts["value"], saved.updates)
         shard.put(parts)
         shard.steps.update(saved.steps)
@@ -117,6 +119,8 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
                 origin = Origin(keys.incarnation, keys.function, keys.sequence, keys.key)
                 for nth in keys.nth:
                     ledger.record(origin, saved.variable, saved.shard, nth)
+        if len(manifest.finished_starts) != len(manifest.finished_stops):
+            raise DamagedError(f"generation {manifest.generation} has half an interval of functions")
         ledger.finish(zip(manifest.finished_starts, manifest.finished_stops, strict=True))
         for client in manifest.clients:
             ledger.settle(client.incarnation, client.settled)
@@ -195,6 +199,8 @@ class Replay:
         self.passed_over += len(record.update.items) - len(kept)
         if not kept:
             return
+        if len(record.updates) != len(record.update.items):
+            raise DamagedError("an update in the log lacks its numbers")
         update, data = _only(record.update, kept, data)
         counts = [record.updates[number] for number in kept]
         try:

@@ -1,0 +1,96 @@
+"""Fuzz every decoder: python scripts/fuzz.py --inputs 1000000. What is wrongly taken is kept in tests/fuzz/found.
+
+The same numbers give the same inputs: --first says where to begin. Each input has a bound of time and of memory; the
+process has one, too (RLIMIT_AS), so that what would take all of the machine's is a MemoryError here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import resource
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.fuzz.decoders import Decoder, all_decoders, seeded  # noqa: E402
+from tests.fuzz.mutations import mutated  # noqa: E402
+
+SECONDS = 2.0  # of this thread's CPU time
+GROWTH = 64 << 20
+ADDRESS_SPACE = 3 << 30
+
+
+def peak() -> int:
+    """The most memory that this process has had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def one(decoder: Decoder, data: bytes) -> tuple[bool, str]:
+    """Was it refused? And what is wrong, if anything is."""
+    before, begin = peak(), time.thread_time()
+    try:
+        refused = decoder.try_(data)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return False, f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}"[:300]
+    if (took := time.thread_time() - begin) > SECONDS:
+        return refused, f"it took {took:.1f} s"
+    if (grown := peak() - before) > GROWTH:
+        return refused, f"it took {grown >> 20} MiB"
+    return refused, ""
+
+
+def main() -> int:
+    """Fuzz; 1 if anything was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=20_000, help="in all, spread over the decoders")
+    parser.add_argument("--first", type=int, default=0, help="number of each decoder's first input")
+    parser.add_argument("--only", action="append", help="name of a decoder")
+    arguments = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("error")
+    kept: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        decoders = [each for each in all_decoders(Path(folder)) if not arguments.only or each.name in arguments.only]
+        share = -(-arguments.inputs // len(decoders))
+        for decoder in decoders:
+            begin, refused = time.monotonic(), 0
+            for number in range(arguments.first, arguments.first + share):
+                source = seeded(decoder.name, number)
+                data = mutated(source, decoder.examples)
+                if source.random() < 0.8:
+                    data = decoder.fit(data)
+                said, wrong = one(decoder, data)
+                refused += said
+                if wrong:
+                    key = f"{decoder.name}: {wrong.partition(': ')[0]}"
+                    kept[key] += 1
+                    if kept[key] <= 2:
+                        print(f"{decoder.name}, input {number}: {wrong}", flush=True)
+                        name = f"{decoder.name}-{hashlib.sha256(data).hexdigest()[:12]}"
+                        (ROOT / "tests/fuzz/found" / name).write_bytes(data)
+            took = time.monotonic() - begin
+            print(
+                f"{decoder.name:10} {share:,} inputs, {refused / share:.0%} refused, {took:.0f} s, "
+                f"{took / share * 1e6:.0f} us each, peak {peak() >> 20} MiB",
+                flush=True,
+            )
+    for key, count in kept.most_common():
+        print(f"{count} x {key}")
+    return bool(kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

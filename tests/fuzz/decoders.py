@@ -1,0 +1,645 @@
+"""Every decoder of what others send or leave on a disk: what a valid input is, and which errors may come of others.
+
+Where a checksum would refuse all that was changed, it is made to fit again: whoever writes the file can do so, too.
+Not here are pickles: they may do anything, and are taken from those only who may run code anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import grpc
+import numpy as np
+import xxhash
+from google.protobuf.message import DecodeError, Message
+from tests.conftest import OpenCall
+
+from pscluster.coordinator.checkpoints.index import (
+    Index,
+    SavedFile,
+    SavedTensor,
+    SavedVariable,
+    check_whole,
+    read_index,
+)
+from pscluster.coordinator.job_progress import decoded
+from pscluster.coordinator.visits import Visits
+from pscluster.core.cluster import TFConfig, split_address
+from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError
+from pscluster.core.frames import Assembler, pack, padding, unpack
+from pscluster.core.identity import VERSION
+from pscluster.core.node import NodeService
+from pscluster.core.tokens import load_token
+from pscluster.core.values import decode, decode_call, encode, encode_call
+from pscluster.ps.checkpoints import tensor_files
+from pscluster.ps.checkpoints.roots import Roots
+from pscluster.ps.durable import files as durable_files
+from pscluster.ps.durable import log as durable_log
+from pscluster.ps.durable.files import DamagedError, StateDirectory
+from pscluster.ps.durable.state import restored
+from pscluster.ps.handles import handle_of
+from pscluster.ps.service import ParameterServerRole, ParameterServerService
+from pscluster.v1 import node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
+from pscluster.worker.failures import failure_of, rebuild_failure
+from pscluster.worker.parts import Part, Reader
+from pscluster.worker.pipelines import Pipeline
+from pscluster.worker.service import WorkerRole, WorkerService
+
+JOB = 77
+REFUSALS: tuple[type[BaseException], ...] = (PsClusterError, DecodeError)
+"""What may come of a message: errors of ours, and protobuf's own, of which `rpc` makes one of ours."""
+
+
+class Point(NamedTuple):
+    """A record that travels."""
+
+    x: float
+    label: str
+
+
+@dataclass
+class Nested:
+    """Another one."""
+
+    points: list[Point] = field(default_factory=list)
+    array: Any = None
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder.
+
+    Attributes:
+        name: of it.
+        examples: valid inputs.
+        run: decodes an input, and looks at what comes of it.
+        errors: what it may raise.
+        fit: makes an input's checksums fit.
+    """
+
+    name: str
+    examples: Sequence[bytes]
+    run: Callable[[bytes], object]
+    errors: tuple[type[BaseException], ...] = REFUSALS
+    fit: Callable[[bytes], bytes] = lambda data: data
+
+    def try_(self, data: bytes) -> bool:
+        """Decode; was it refused? Whatever else the decoder raises comes out."""
+        try:
+            self.run(data)
+        except self.errors:
+            return True
+        return False
+
+
+def _context() -> grpc.ServicerContext:
+    return cast("grpc.ServicerContext", OpenCall())
+
+
+# Values
+
+
+def _objects() -> list[Any]:
+    return [
+        *(None, True, -3, 2**80, 0.5, 1 + 2j, "text", b"bytes"),
+        *([1, [2, (3, {4})]], {"a": 1, (1, 2): frozenset({"x"})}, np.arange(6).reshape(2, 3), np.float32(1.5)),
+        *(np.array(["ab", "c"]), np.array([b"ab"]), np.array(["2020-01-01"], "datetime64[D]"), np.bool_(True)),
+        *(np.zeros((0, 3)), np.array(True), np.str_("t"), Point(1.0, "p"), Nested([Point(0.0, "")], np.ones(2))),
+    ]
+
+
+def _decode(data: bytes) -> None:
+    found = decode(value_pb2.Value.FromString(data))
+    with contextlib.suppress(TypeError):  # what can't be encoded again: an empty text of NumPy's, for one
+        encode(found)
+
+
+def _decode_call(data: bytes) -> None:
+    """With what lies beside the message: a byte says how many attachments, one the size of each."""
+    count, size, rest = (data[0] % 4, data[1] % 32, data[2:]) if len(data) > 1 else (0, 0, b"")
+    attachments = [bytearray(size) for _ in range(count)]
+    decode_call(value_pb2.Value.FromString(rest), attachments=attachments)
+
+
+def _call_example() -> list[bytes]:
+    attachments: list[memoryview] = []
+    value = encode_call((1, np.arange(4)), {"x": [Point(0.0, "a")]}, attachments=attachments)
+    aside = value_pb2.Value()
+    aside.CopyFrom(value)
+    array = aside.tuple.items[0].tuple.items[1].array
+    if array.data:
+        array.ClearField("data")
+        array.attachment, array.dtype, array.shape[:] = 1, "uint8", [8]
+    return [b"\0\0" + value.SerializeToString(), b"\1\10" + aside.SerializeToString()]
+
+
+def _failure(data: bytes) -> None:
+    str(rebuild_failure(worker_pb2.Failure.FromString(data), function="f", worker=1, attempts=1))
+
+
+def _failures() -> list[bytes]:
+    raised: list[BaseException] = [
+        ValueError("x"),
+        KeyError(1, 2),
+        OSError(2, "no", "f"),
+        UnicodeDecodeError("a", b"b", 0, 1, "c"),
+    ]
+    return [
+        failure_of(error).SerializeToString() for error in (*raised, MemoryError(), StopIteration(3), SystemExit(1))
+    ]
+
+
+# Requests to a parameter server
+
+
+class Server:
+    """A server with three variables and an optimizer, which may write checkpoints in a directory of its own."""
+
+    def __init__(self, folder: str) -> None:
+        self.role = ParameterServerRole(0, roots=Roots([folder]))
+        self.service = ParameterServerService(self.role)
+        self.role.job_began(node_pb2.AttachRequest(job=JOB))
+        for number, (dtype, shape) in enumerate((("float32", (4, 4)), ("int64", ()), ("bool", (5,))), 1):
+            self.push(*creation(number, dtype, shape))
+        optimizer = ps_pb2.OptimizerSpec(id=11, name="adam", rule="adam", numbers={"learning_rate": 0.1})
+        self.push(ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, optimizer=optimizer), last=True), b"")
+
+    def push(self, request: ps_pb2.Request, payload: bytes) -> None:
+        """As one frame."""
+        request.total_bytes, request.last = len(payload), True
+        self.service.push(iter([pack(request, [payload])]), _context())
+
+
+def creation(number: int, dtype: str, shape: tuple[int, ...]) -> tuple[ps_pb2.Request, bytes]:
+    """A request that makes a variable of ones, and its payload."""
+    spec = ps_pb2.VariableSpec(id=number, name=f"v{number}", dtype=dtype, shape=shape, owners=[0])
+    for length in shape:
+        spec.splits.add(ends=[length])
+    data = np.ones(shape, dtype).tobytes()
+    return ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec)), data + bytes(padding(len(data)))
+
+
+def _frames_of_requests() -> list[bytes]:
+    """Reads, updates and creations, each in one frame."""
+    ids = np.array([0, 2], np.int64).tobytes()
+    rows = ps_pb2.Rows(ids=2)
+    box = ps_pb2.Rows(slices=ps_pb2.Slices(axes=[ps_pb2.AxisSlice(start=1, step=1, count=2)] * 2))
+    reads = [
+        (ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(all=True)), b""),
+        (ps_pb2.ReadItem(variable=1, rows=rows, optimizer=11, slot="m"), ids),
+        (ps_pb2.ReadItem(variable=1, rows=box), b""),
+        (ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(version=True)), b""),
+    ]
+    made = [(ps_pb2.Request(id=1, read=ps_pb2.ReadRequest(job=JOB, items=[item])), payload) for item, payload in reads]
+    row = np.ones((2, 4), np.float32).tobytes()
+    updates: list[tuple[dict[str, Any], bytes]] = [
+        (
+            {"variable": 1, "kind": ps_pb2.ADD, "rows": ps_pb2.Rows(all=True), "value_bytes": 64},
+            np.ones(16, "f4").tobytes(),
+        ),
+        ({"variable": 1, "kind": ps_pb2.APPLY_GRADIENT, "rows": rows, "optimizer": 11, "value_bytes": 32}, ids + row),
+        ({"variable": 1, "kind": ps_pb2.ASSIGN, "rows": box, "value_bytes": 4, "scalar": True}, bytes(16)),
+    ]
+    for number, (fields, payload) in enumerate(updates, 1):
+        update = ps_pb2.UpdateRequest(
+            job=JOB, incarnation=5, sequence=number, items=[ps_pb2.UpdateItem(nth=1, **fields)]
+        )
+        made.append((ps_pb2.Request(id=2, update=update), payload))
+    made.append(creation(21, "float32", (2, 3)))
+    filled, _ = creation(22, "float32", (2, 3))
+    filled.create.initializer.name, filled.create.initializer.numbers = "random_normal", '{"seed": 1, "stddev": 0.1}'
+    made.append((filled, b""))
+    schedule = json.dumps(
+        {"name": "ExponentialDecay", "initial_learning_rate": 0.1, "decay_steps": 3, "decay_rate": 0.5}
+    )
+    optimizer = ps_pb2.OptimizerSpec(id=12, name="sgd", rule="sgd", numbers={"learning_rate": 0.1}, schedule=schedule)
+    made.append((ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, optimizer=optimizer)), b""))
+    found = []
+    for request, payload in made:
+        request.total_bytes, request.last = len(payload), True
+        found.append(pack(request, [payload] if payload else []))
+    return found
+
+
+def _is_code(data: bytes) -> bool:
+    """Does the request bring a function or class? To load one may do anything, and is not tried here."""
+    with contextlib.suppress(PsClusterError, DecodeError):
+        request = unpack(data, ps_pb2.Request)[0]
+        return request.create.HasField("rule") or request.create.initializer.HasField("function")
+    return False
+
+
+class _Servers:
+    """A server for some inputs, then a fresh one: what is applied to it stays in it."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._used = folder, 0
+        self._server = Server(folder)
+
+    @property
+    def service(self) -> ParameterServerService:
+        """To be called."""
+        self._used += 1
+        if self._used % 50 == 0:
+            self._server = Server(self._folder)
+        return self._server.service
+
+    def session(self, data: bytes) -> None:
+        """A request on a session."""
+        if not _is_code(data):
+            list(self.service.session(iter([data]), _context()))
+
+    def push(self, data: bytes) -> None:
+        """A Push in up to three messages."""
+        frames = data.split(b"\xa5\x5a\xa5")[:3]
+        if not any(map(_is_code, frames)):
+            self.service.push(iter(frames), _context())
+
+    def pull(self, data: bytes) -> None:
+        """A Pull, whose reply is what it says it is."""
+        frames = [unpack(frame, ps_pb2.Reply) for frame in self.service.pull(data, _context())]
+        assert frames[0][0].total_bytes == sum(len(payload) for _, payload in frames)
+
+    def unary(self, data: bytes) -> None:
+        """The method that the first byte says."""
+        methods: list[tuple[str, Any]] = [
+            ("describe", ps_pb2.DescribeRequest),
+            ("delete", ps_pb2.DeleteRequest),
+            ("close_incarnation", ps_pb2.CloseIncarnationRequest),
+            ("finish_functions", ps_pb2.FinishFunctionsRequest),
+            ("checkpoint", ps_pb2.CheckpointRequest),
+            ("restore", ps_pb2.RestoreRequest),
+        ]
+        name, kind = methods[data[0] % len(methods)] if data else methods[0]
+        getattr(self.service, name)(kind.FromString(data[1:]), _context())
+
+    def unary_examples(self) -> list[bytes]:
+        """For `unary`."""
+        tensor = ps_pb2.CheckpointTensor(array="value", tensor="v1/part_0", dtype="float32", shape=[4, 4], bytes=64)
+        whole = ps_pb2.RestoreSource(file="part.safetensors", tensor=tensor, to=[0, 0], count=[4, 4])
+        getattr(whole, "from").extend([0, 0])
+        shard = ps_pb2.RestoreShard(variable=1, arrays=[ps_pb2.RestoreArray(array="value", sources=[whole])])
+        shard.steps["adam"] = 3
+        part = {"job": JOB, "id": 9, "directory": self._folder}
+        requests: list[tuple[int, Message]] = [
+            (0, ps_pb2.DescribeRequest(job=JOB, variables=["v1"], optimizers=["adam"])),
+            (1, ps_pb2.DeleteRequest(job=JOB, name="v3", id=3)),
+            (2, ps_pb2.CloseIncarnationRequest(job=JOB, incarnation=4)),
+            (3, ps_pb2.FinishFunctionsRequest(job=JOB, starts=[1, 5], stops=[3, 9], keys=[7])),
+            (4, ps_pb2.CheckpointRequest(job=JOB, action=ps_pb2.CheckpointRequest.MARK, id=9)),
+            (4, ps_pb2.CheckpointRequest(action=ps_pb2.CheckpointRequest.WRITE, file="part.safetensors", **part)),
+            (5, ps_pb2.RestoreRequest(shards=[shard], **part)),
+            (5, ps_pb2.RestoreRequest(job=JOB, id=9, commit=True)),
+        ]
+        return [bytes((number,)) + request.SerializeToString() for number, request in requests]
+
+
+def _push_examples() -> list[bytes]:
+    whole = [data for data in _frames_of_requests() if unpack(data, ps_pb2.Request)[0].WhichOneof("body") != "read"]
+    request, payload = creation(31, "float32", (8, 8))
+    request.total_bytes = len(payload)
+    second = ps_pb2.Request(last=True)
+    return [*whole, pack(request, [payload[:96]]) + b"\xa5\x5a\xa5" + pack(second, [payload[96:]])]
+
+
+def _frames(data: bytes) -> None:
+    """Several messages of one kind, put together."""
+    kinds: list[Any] = [ps_pb2.Request, ps_pb2.Reply, worker_pb2.UploadRequest, worker_pb2.DownloadReply]
+    assembler = Assembler(1 << 20)
+    kind = kinds[data[0] % 4] if data else kinds[0]
+    for message in data[1:].split(b"\xa5\x5a\xa5"):
+        assembler.add(*cast("Any", unpack(message, kind)))
+    assembler.joined()
+
+
+def _frames_examples() -> list[bytes]:
+    first = pack(worker_pb2.DownloadReply(total_bytes=20), [bytes(12)])
+    last = pack(worker_pb2.DownloadReply(last=True), [bytes(8)])
+    upload = worker_pb2.UploadRequest(incarnation=3, total_bytes=4, last=True)
+    upload.attachments.sizes.append(4)
+    return [b"\3" + first + b"\xa5\x5a\xa5" + last, b"\2" + pack(upload, [bytes(4)]), b"\0" + _frames_of_requests()[0]]
+
+
+# What every role answers, and workers
+
+
+class _Node:
+    def __init__(self) -> None:
+        identity = node_pb2.Identity(version=VERSION, role="ps", name="ps 0")
+        self._service = NodeService(identity, ParameterServerRole(0), lambda: None)
+
+    def call(self, data: bytes) -> None:
+        """Hello, an attachment, the end of a job."""
+        which, rest = (data[0] % 3, data[1:]) if data else (0, b"")
+        if which == 0:
+            self._service.hello(node_pb2.HelloRequest.FromString(rest), _context())
+        elif which == 1:
+            stream = cast("Any", self._service.attach(node_pb2.AttachRequest.FromString(rest), _context()))
+            with contextlib.closing(stream):
+                next(stream)
+        else:
+            self._service.end_job(node_pb2.EndJobRequest.FromString(rest), _context())
+
+    @staticmethod
+    def examples() -> list[bytes]:
+        """For `call`."""
+        identity = node_pb2.Identity(version=VERSION, role="chief", index=0, incarnation=4, name="chief 0")
+        attach = node_pb2.AttachRequest(
+            coordinator=identity, job=JOB, num_workers=2, seed=5, closed=[1, 2], finished_starts=[1], finished_stops=[4]
+        )
+        attach.holdings.append(8)
+        attach.ps_timeout = 3.0
+        return [
+            b"\0" + node_pb2.HelloRequest(identity=identity).SerializeToString(),
+            b"\1" + attach.SerializeToString(),
+            b"\2" + node_pb2.EndJobRequest(job=JOB, reason="over").SerializeToString(),
+        ]
+
+
+class _NoClient:
+    """A worker's client that reaches nobody."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._role = WorkerRole(0, lambda _request, _incarnation: cast("Any", _NoClient()), 1.0)
+        self.incarnation = self._role.attached(node_pb2.AttachRequest(job=JOB, num_workers=1))
+        self._service = WorkerService(self._role)
+
+    def call(self, data: bytes) -> None:
+        """An upload that brings no code, a recall, a release, a download."""
+        which, rest = (data[0] % 4, data[1:]) if data else (0, b"")
+        if which == 0:
+            frames = rest.split(b"\xa5\x5a\xa5")[:3]
+            if unpack(frames[0], worker_pb2.UploadRequest)[0].WhichOneof("body") != "definition":
+                self._service.upload(iter(frames), _context())
+        elif which == 1:
+            self._service.recall(worker_pb2.RecallRequest.FromString(rest), _context())
+        elif which == 2:
+            self._service.release(worker_pb2.ReleaseRequest.FromString(rest), _context())
+        else:
+            list(self._service.download(worker_pb2.DownloadRequest.FromString(rest), _context()))
+
+    def fit(self, data: bytes) -> bytes:
+        """With this worker's incarnation, which no input could know."""
+        return data.replace(_INCARNATION, self.incarnation.to_bytes(8, "little"))
+
+    @staticmethod
+    def examples() -> list[bytes]:
+        """For `call`."""
+        number = int.from_bytes(_INCARNATION, "little")
+        upload = worker_pb2.UploadRequest(incarnation=number, total_bytes=24, last=True)
+        upload.attachments.position = 2
+        upload.attachments.sizes.extend([8, 16])
+        resource = worker_pb2.UploadRequest(incarnation=number, last=True)
+        resource.resource.id, resource.resource.definition = 4, "abc"
+        recall = worker_pb2.RecallRequest(incarnation=number, functions=[1, 2], positions=[1, 2], cancel_running=True)
+        release = worker_pb2.ReleaseRequest(incarnation=number, resources=[4], definitions=["abc"])
+        return [
+            b"\0" + pack(upload, [bytes(24)]),
+            b"\0" + pack(resource),
+            b"\1" + recall.SerializeToString(),
+            b"\2" + release.SerializeToString(),
+            b"\3" + worker_pb2.DownloadRequest(incarnation=number, function=1).SerializeToString(),
+        ]
+
+
+_INCARNATION = bytes(range(0xB1, 0xB9))
+
+
+def _part(data: bytes) -> None:
+    """The place of a part of a dataset."""
+    pipeline = Pipeline(cast("Any", range(100)), "numbers")
+    Part(data.decode(errors="replace"), pipeline, cast("Reader", None))
+
+
+def _handle(data: bytes) -> None:
+    """The key of a handle that is made of others."""
+    kind = ("slot", "metric")[data[0] % 2] if data else "slot"
+
+    def resolve(_kind: str, key: str) -> Any:
+        raise ProtocolError(f"nothing is called {key[:10]!r}")
+
+    handle_of(kind, data[1:].decode(errors="replace"), lambda: cast("Any", None), resolve)
+
+
+# Files
+
+
+class _Files:
+    """Files of checkpoints and of a server's state, written anew for every input."""
+
+    def __init__(self, folder: Path) -> None:
+        self._checkpoint = folder / "checkpoint"
+        self._checkpoint.mkdir()
+        self._state = StateDirectory(folder / "state")
+        self._array = np.arange(12, dtype=np.float32).reshape(3, 4)
+        (self._checkpoint / "part.safetensors").write_bytes(b"\0" * 64 + self._array.tobytes())
+        (folder / "state" / "state-000001.data").write_bytes(self._array.tobytes())
+        self._token = folder / "token"
+        self._log = folder / "log-000001.bin"
+
+    def index(self, data: bytes) -> None:
+        """An index, and what is looked at first."""
+        (self._checkpoint / "index.json").write_bytes(data)
+        found = read_index(str(self._checkpoint))
+        check_whole(found, str(self._checkpoint))
+        assert found.nbytes >= 0
+
+    def index_examples(self) -> list[bytes]:
+        """For `index`."""
+        index = Index(3, "2026-01-01", 0.25)
+        index.optimizers["adam"] = {"rule": "adam"}
+        index.files["part.safetensors"] = SavedFile(112, 64, "0" * 64)
+        variable = SavedVariable("w", (3, 4), "float32", True, ((1, 3), (4,)), {}, [1, 2], [{"adam": 1}, {}])
+        for shard, rows in enumerate((1, 2)):
+            tensor = SavedTensor(
+                shard, "part.safetensors", f"w/part_{shard}", "float32", (rows, 4), 64, rows * 16, "0" * 64
+            )
+            variable.arrays.setdefault("value", []).append(tensor)
+        index.variables["w"] = variable
+        return [index.to_json()]
+
+    @staticmethod
+    def sign(data: bytes) -> bytes:
+        """The index with a digest that fits."""
+        text, mark, _ = data.rpartition(b',\n "sha256": "')
+        if not mark:
+            return data
+        digest = hashlib.sha256(text.decode(errors="replace").encode(errors="replace") + b"\n}").hexdigest()
+        return text + mark + digest.encode() + b'"\n}\n'
+
+    def tensor(self, data: bytes) -> None:
+        """What an index says of a tensor, against the file."""
+        said = ps_pb2.CheckpointTensor.FromString(data)
+        place = tensor_files.WrittenTensor(said.offset, said.bytes, said.sha256)
+        path = tensor_files.join(str(self._checkpoint), said.array or "part.safetensors")
+        tensor_files.read(path, said.tensor, said.dtype, tuple(said.shape), place)
+
+    def tensor_examples(self) -> list[bytes]:
+        """For `tensor`."""
+        digest = hashlib.sha256(self._array.tobytes()).hexdigest()
+        said = ps_pb2.CheckpointTensor(tensor="w", dtype="float32", shape=[3, 4], offset=64, bytes=48, sha256=digest)
+        return [said.SerializeToString()]
+
+    def manifest(self, data: bytes) -> None:
+        """A generation of a server's state, with all that it refers to."""
+        (self._state.path / "state-000001.manifest").write_bytes(data)
+        found = self._state.manifest(1)
+        restored(found, [self._state.read(shard) for shard in found.shards])
+
+    def manifest_examples(self) -> list[bytes]:
+        """For `manifest`."""
+        manifest = state_pb2.Manifest(server=0, job=JOB, generation=1, finished_starts=[1], finished_stops=[5])
+        manifest.variables.add(id=1, name="w", dtype="float32", shape=[3, 4], owners=[0]).splits.extend(
+            [ps_pb2.AxisSplit(ends=[3]), ps_pb2.AxisSplit(ends=[4])]
+        )
+        shard = manifest.shards.add(variable=1, shard=0, updates=4)
+        shard.steps[11] = 2
+        shard.keys.add(function=3, nth=[1, 2])
+        sums = [zlib.crc32(self._array.tobytes())]
+        for name in ("value", "slot/11/m"):
+            shard.arrays.add(name=name, file="state-000001.data", bytes=48, dtype="float32", shape=[3, 4], crc32=sums)
+        spec = ps_pb2.OptimizerSpec(id=11, name="adam", rule="adam", numbers={"learning_rate": 0.1})
+        manifest.optimizers.add(spec=spec)
+        manifest.clients.add(incarnation=4, settled=2)
+        body = manifest.SerializeToString()
+        return [self.check_sum(durable_files._HEAD.pack(durable_files._MAGIC, 0, len(body)) + body)]
+
+    @staticmethod
+    def check_sum(data: bytes) -> bytes:
+        """The manifest with a checksum and a length that fit."""
+        head = durable_files._HEAD.size
+        if len(data) < head:
+            return data
+        body = data[head:]
+        return durable_files._HEAD.pack(durable_files._MAGIC, zlib.crc32(body), len(body)) + body
+
+    def log(self, data: bytes) -> None:
+        """A segment of a log."""
+        self._log.write_bytes(data)
+        for record, payload in durable_log.records([self._log], 1):
+            assert len(payload) <= len(data)
+            assert record is not None
+
+    @staticmethod
+    def log_examples() -> list[bytes]:
+        """For `log`."""
+        head = durable_log._SEGMENT.pack(durable_log._SEGMENT_MAGIC, 1, 0, 0)[:-4]
+        data = head + struct.pack("<I", zlib.crc32(head))
+        for number in range(2):
+            request = unpack(_frames_of_requests()[4 + number], ps_pb2.Request)[0]
+            record = pack(state_pb2.LogRecord(update=request.update, updates=[number + 1], last=True), [bytes(64)])
+            data += durable_log._HEAD.pack(durable_log._MAGIC, 0, len(record), len(data), 1) + record
+        return [_Files.log_sums(data)]
+
+    @staticmethod
+    def log_sums(data: bytes) -> bytes:
+        """The segment with checksums that fit, as far as its records can be followed."""
+        out, at, head = bytearray(data), durable_log._SEGMENT.size, durable_log._HEAD
+        while at + head.size <= len(out):
+            magic, _, size, batch, segment = head.unpack_from(out, at)
+            size = min(size, len(out) - at - head.size)
+            body = bytes(out[at + head.size : at + head.size + size])
+            head.pack_into(out, at, magic, xxhash.xxh3_64(body).intdigest() & 0xFFFF_FFFF, size, batch, segment)
+            at += head.size + size
+        return bytes(out)
+
+    def token(self, data: bytes) -> None:
+        """A file with tokens."""
+        self._token.write_bytes(data)
+        found = load_token(self._token, {})
+        assert found is not None
+        assert found.isascii()
+
+
+def _tf_config(data: bytes) -> None:
+    found = TFConfig.parse(data.decode(errors="replace"))
+    assert TFConfig.parse(found.to_json()).cluster == found.cluster
+
+
+def _position(data: bytes) -> None:
+    """What is kept of datasets' positions, in a variable."""
+    for state in decoded(data).values():
+        visits = Visits(1000, 990)
+        visits.load(state if isinstance(state, dict) else {})
+        visits.take(visits.epoch, lambda start: start + 10)
+
+
+def _position_examples() -> list[bytes]:
+    text = json.dumps({"train": {"length": 1000, "epoch": 2, "visited": {"2": [[0, 100], [200, 300]], "3": [[0, 64]]}}})
+    return [len(text).to_bytes(4, "little") + text.encode() + bytes(8)]
+
+
+_TF_CONFIG = json.dumps(
+    {
+        "cluster": {"chief": ["c:2222"], "worker": ["w0:2222", "[::1]:2223"], "ps": {"0": "10.0.0.1:2222"}},
+        "task": {"type": "worker", "index": 1},
+        "rpc_layer": "grpc",
+    }
+)
+
+
+def all_decoders(folder: Path) -> list[Decoder]:
+    """All of them; their files are in the folder."""
+    files, node, worker = _Files(folder), _Node(), _Worker()
+    servers = _Servers(tempfile.mkdtemp(dir=folder))
+    frames = _frames_of_requests()
+    pulls = [data for data in frames if unpack(data, ps_pb2.Request)[0].WhichOneof("body") == "read"]
+    values = [encode(each).SerializeToString() for each in _objects()]
+    slot, metric = (
+        json.dumps(["w", "adam", "m"]).encode(),
+        json.dumps(["AUC", "a", {"num_thresholds": 9}, True]).encode(),
+    )
+    return [
+        Decoder("value", values, _decode),
+        Decoder("call", _call_example(), _decode_call),
+        Decoder("failure", _failures(), _failure),
+        Decoder("frames", _frames_examples(), _frames),
+        Decoder("session", frames, servers.session),
+        Decoder("push", _push_examples(), servers.push),
+        Decoder("pull", pulls, servers.pull),
+        Decoder("ps", servers.unary_examples(), servers.unary),
+        Decoder("node", node.examples(), node.call),
+        Decoder("worker", worker.examples(), worker.call, fit=worker.fit),
+        Decoder("part", [b"3/0/10/20"], _part),
+        Decoder("handle", [b"\0" + slot, b"\1" + metric], _handle),
+        Decoder("index", files.index_examples(), files.index, (CheckpointError,), files.sign),
+        Decoder("tensor", files.tensor_examples(), files.tensor, (CheckpointError, DecodeError)),
+        # The keeper takes these for damage.
+        Decoder(
+            "manifest",
+            files.manifest_examples(),
+            files.manifest,
+            (PsClusterError, ValueError, KeyError),
+            files.check_sum,
+        ),
+        Decoder("log", files.log_examples(), files.log, (DamagedError,), files.log_sums),
+        Decoder("token", [b"abcdefghijklmnopq\nqrstuvwxyz0123456789\n"], files.token, (ConfigurationError,)),
+        Decoder("tf_config", [_TF_CONFIG.encode()], _tf_config, (ConfigurationError,)),
+        Decoder(
+            "address",
+            [b"ps0:2222", b"[::1]:1"],
+            lambda data: split_address(data.decode(errors="replace")),
+            (ConfigurationError,),
+        ),
+        Decoder("position", _position_examples(), _position, (CheckpointError,)),
+    ]
+
+
+def seeded(name: str, number: int) -> random.Random:
+    """The random numbers of one input."""
+    return random.Random(f"{name}/{number}")
