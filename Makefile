@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check proto bench bench-peers chaos soak clean
+.PHONY: run test check proto bench bench-peers chaos fuzz soak clean
 
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
@@ -12,12 +12,14 @@ run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter s
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-check: $(STAMP)  ## lint, types, import direction, fresh stubs
+check: $(STAMP)  ## lint, types, import direction, fresh stubs, weaknesses: ours, and known ones of what we use
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/generate_stubs.py --check
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive coordinator core ps worker
+	$(BIN)/python scripts/audit.py
 
 proto: $(STAMP)  ## generate the stubs anew from proto/
 	$(BIN)/python scripts/generate_stubs.py
@@ -28,6 +30,9 @@ bench: $(STAMP)  ## measure beside the peers that are installed, and write docs/
 chaos: $(STAMP)  ## train while faults strike, and say what it cost (forty minutes)
 	$(BIN)/python benchmarks/chaos.py --faults workers
 	$(BIN)/python benchmarks/chaos.py --faults all
+
+fuzz: $(STAMP)  ## a million inputs for the decoders (a quarter of an hour)
+	$(BIN)/python scripts/fuzz.py --inputs 1000000
 
 soak: $(STAMP)  ## train for two hours while processes die, and see whether anything grows: docs/soak.png
 	$(BIN)/python benchmarks/soak.py --png docs/soak.png

@@ -528,7 +528,7 @@ class LocalCluster(ClusterResolver):
             event = events.popleft()
             if isinstance(event, Exited):
                 self._waiters.pop(event.pid).join()  # these were its last words
-            jitter = random.random()  # noqa: S311 (nothing secret)
+            jitter = random.random()  # noqa: S311 (nothing secret)  # nosec B311
             with self._changed:
                 actions = self._supervisor.handle(event, time.monotonic(), jitter)
                 self._changed.notify_all()

@@ -82,7 +82,7 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
                 raise _Stopped
             # Not with this file's __future__ imports: the script is as it would be if Python ran it.
             code_of_script = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-            exec(code_of_script, module.__dict__)  # noqa: S102  (what we are for)
+            exec(code_of_script, module.__dict__)  # noqa: S102  (what we are for)  # nosec B102
         finally:
             in_script = False  # a signal during what follows must not break it off
     except _Stopped:

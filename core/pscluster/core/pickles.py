@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
-import pickle
+import pickle  # of functions: docs/security.md says from whom  # nosec B403
 import sys
 import threading
 import types

@@ -24,8 +24,8 @@ from pscluster.core.errors import KIND_METADATA, AuthenticationError, Configurat
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "PSCLUSTER_TOKEN"  # noqa: S105  (the variable's name, not a secret)
-TOKEN_FILE_VARIABLE = "PSCLUSTER_TOKEN_FILE"  # noqa: S105
+TOKEN_VARIABLE = "PSCLUSTER_TOKEN"  # noqa: S105  (the variable's name, not a secret)  # nosec B105
+TOKEN_FILE_VARIABLE = "PSCLUSTER_TOKEN_FILE"  # noqa: S105  # nosec B105
 _HEADER = "authorization"
 _SCHEME = b"Bearer "
 _MIN_LENGTH = 16
