@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import logging
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from tests.fuzz.decoders import Decoder, all_decoders, seeded  # noqa: E402
 from tests.fuzz.mutations import mutated  # noqa: E402
 
 SECONDS = 2.0  # of this thread's CPU time
+HANGS = 60.0  # seconds by the clock
 GROWTH = 64 << 20
 ADDRESS_SPACE = 3 << 30
 
@@ -34,11 +36,24 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
+class HangsError(Exception):
+    """A decoder waits for what does not come."""
+
+
+def give_up(_number: int, _frame: object) -> None:
+    """The handler of the alarm."""
+    raise HangsError(f"not within {HANGS:g} s")
+
+
 def one(decoder: Decoder, data: bytes) -> tuple[bool, str]:
     """Was it refused? And what is wrong, if anything is."""
     before, begin = peak(), time.thread_time()
     try:
-        refused = decoder.try_(data)
+        signal.setitimer(signal.ITIMER_REAL, HANGS)
+        try:
+            refused = decoder.try_(data)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -61,6 +76,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, resource.getrlimit(resource.RLIMIT_AS)[1]))
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("error")
+    signal.signal(signal.SIGALRM, give_up)
     kept: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         decoders = [each for each in all_decoders(Path(folder)) if not arguments.only or each.name in arguments.only]

@@ -35,7 +35,7 @@ from pscluster.coordinator.checkpoints.index import (
 from pscluster.coordinator.job_progress import decoded
 from pscluster.coordinator.visits import Visits
 from pscluster.core.cluster import TFConfig, split_address
-from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError
+from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError, from_kind
 from pscluster.core.frames import Assembler, pack, padding, unpack
 from pscluster.core.identity import VERSION
 from pscluster.core.node import NodeService
@@ -48,6 +48,7 @@ from pscluster.ps.durable import log as durable_log
 from pscluster.ps.durable.files import DamagedError, StateDirectory
 from pscluster.ps.durable.state import restored
 from pscluster.ps.handles import handle_of
+from pscluster.ps.schedules import ExponentialDecay
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
 from pscluster.worker.failures import failure_of, rebuild_failure
@@ -219,9 +220,7 @@ def _frames_of_requests() -> list[bytes]:
     filled, _ = creation(22, "float32", (2, 3))
     filled.create.initializer.name, filled.create.initializer.numbers = "random_normal", '{"seed": 1, "stddev": 0.1}'
     made.append((filled, b""))
-    schedule = json.dumps(
-        {"name": "ExponentialDecay", "initial_learning_rate": 0.1, "decay_steps": 3, "decay_rate": 0.5}
-    )
+    schedule = json.dumps(ExponentialDecay(0.1, 3, 0.5).to_spec())
     optimizer = ps_pb2.OptimizerSpec(id=12, name="sgd", rule="sgd", numbers={"learning_rate": 0.1}, schedule=schedule)
     made.append((ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, optimizer=optimizer)), b""))
     found = []
@@ -257,7 +256,10 @@ class _Servers:
     def session(self, data: bytes) -> None:
         """A request on a session."""
         if not _is_code(data):
-            list(self.service.session(iter([data]), _context()))
+            for reply in self.service.session(iter([data]), _context()):
+                refusal = unpack(reply, ps_pb2.Reply)[0].refusal
+                if refusal.kind:
+                    raise from_kind(refusal.kind, refusal.message)
 
     def push(self, data: bytes) -> None:
         """A Push in up to three messages."""

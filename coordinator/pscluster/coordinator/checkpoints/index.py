@@ -22,7 +22,7 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.geometry import Partition
-from pscluster.ps.checkpoints.tensor_files import join, tensor_name
+from pscluster.ps.checkpoints.tensor_files import CHUNK_BYTES, join, tensor_name
 from pscluster.v1 import ps_pb2
 
 FORMAT = "pscluster-checkpoint"
@@ -159,7 +159,9 @@ def read_index(directory: str) -> Index:
     path = join(directory, INDEX)
     try:
         with fsspec.open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+            data = bytearray()
+            while len(data) <= _MAX_BYTES and (chunk := file.read(CHUNK_BYTES)):  # no more room than there are bytes
+                data += chunk
     except FileNotFoundError:
         raise CheckpointError(f"{directory} is no checkpoint: it has no {INDEX}, which is written last") from None
     except (OSError, ValueError, ImportError) as error:

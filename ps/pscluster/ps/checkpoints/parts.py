@@ -62,8 +62,9 @@ class Parts:
         self._marked: dict[int, list[_MarkedShard]] = {}
         self._staged: dict[int, _Staged] = {}
         # What became of the last of each: a copy of a request has the same answer, and a late one does nothing.
-        self._written: tuple[int, Future[ps_pb2.CheckpointReply]] = 0, Future()
-        self._committed: tuple[int, Future[None]] = 0, Future()
+        # Before the first one there is none, and no request names -1.
+        self._written: tuple[int, Future[ps_pb2.CheckpointReply]] = -1, Future()
+        self._committed: tuple[int, Future[None]] = -1, Future()
         self._over: set[int] = set()  # the last that was dropped, or has taken the place of what there was
 
     def mark(self, store: Store, number: int) -> None:

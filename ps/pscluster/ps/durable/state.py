@@ -102,8 +102,9 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
         mine = found[spec.id]
         owned = {number for number, owner in enumerate(spec.owners) if owner == manifest.server}
         partition = partition_of(spec)
-        shapes = all(shard.array.shape == partition.block(number).shape for number, shard in mine.items())
-        if set(mine) != owned or not shapes:
+        if set(mine) != owned or any(
+            shard.array.shape != partition.block(number).shape for number, shard in mine.items()
+        ):
             raise DamagedError(f"generation {manifest.generation} lacks shards of {spec.name!r}")
         held.append(HeldVariable(spec, dtype_named(spec.dtype), partition, mine))
     store.restore(held, {saved.spec.id: saved.spec for saved in manifest.optimizers})

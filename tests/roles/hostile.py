@@ -1,0 +1,135 @@
+"""A client that means harm, without a token: what it does to the port of a role."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+
+from pscluster.core.rpc import methods
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _SETTINGS, _PING, _CONTINUATION = 0, 1, 4, 6, 9
+_END_HEADERS = 4
+_BOMB = 16 << 20  # zeros; compressed, sixteen KiB
+
+PROBES = (
+    b"GET /healthz HTTP/1.1\r\nHost: there\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),  # the beginning of a TLS handshake
+    b"SSH-2.0-OpenSSH_9.6\r\n",
+    b"*1\r\n$4\r\nPING\r\n",
+    b"\x00" * 500,
+    b"\xff" * 500,
+    PREFACE[:11],
+    PREFACE + b"\x00\x00\x00\x63\x00\x00\x00\x00\x00",
+)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+def head(path: str, stream: int = 1, *, flags: int = _END_HEADERS, more: tuple[tuple[str, str], ...] = ()) -> bytes:
+    """The head of a call, its names and values as they are."""
+    names = ((":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "there"), ("te", "trailers"))
+    block = b""
+    for name, value in (*names, ("content-type", "application/grpc"), *more):
+        block += b"\x00" + _text(name) + _text(value)
+    return frame(_HEADERS, flags, stream, block)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    if len(data) < 127:
+        return bytes((len(data),)) + data
+    rest, out = len(data) - 127, bytearray((127,))
+    while rest >= 128:
+        out.append(rest & 127 | 128)
+        rest >>= 7
+    return bytes((*out, rest)) + data
+
+
+def opened(address: str) -> socket.socket:
+    """A connection."""
+    host, port = address.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def rubbish(address: str, generator: random.Random) -> None:
+    """Other protocols, broken frames and noise, each on a connection of its own."""
+    calls = head("/pscluster.v1.Node/Status")
+    lying = struct.pack(">BI", 0, 2**32 - 1)  # the prefix of a message of four GiB
+    endless = b"".join(frame(_CONTINUATION, 0, 1, b"\x00" + _text("x") + _text("y" * 4000)) for _ in range(40))
+    broken = (
+        frame(_SETTINGS, 0, 0) + calls + frame(_DATA, 0, 1, lying + b"x"),
+        frame(_SETTINGS, 0, 0) + calls + frame(_DATA, 1, 1, struct.pack(">BI", 1, 20) + bytes(20)),
+        frame(_SETTINGS, 0, 0) + head("/pscluster.v1.Node/Status", flags=0) + endless,
+        frame(_SETTINGS, 0, 0) + head("/x", more=(("authorization", "Bearer " + "a" * 100_000),)),
+        frame(_SETTINGS, 0, 0) + b"".join(frame(_PING, 0, 0, bytes(8)) for _ in range(3000)),
+        frame(_SETTINGS, 0, 0) + b"".join(head("/pscluster.v1.Node/Attach", 2 * n + 1) for n in range(2000)),
+    )
+    noise = [generator.randbytes(generator.choice((1, 30, 3000))) for _ in range(10)]
+    for data in (*PROBES, *(PREFACE + each for each in broken), *noise, *(PREFACE + each for each in noise)):
+        with contextlib.suppress(OSError), opened(address) as connection:
+            connection.sendall(data)
+            connection.settimeout(0.02)
+            connection.recv(1000)
+
+
+def bombs(address: str, services: tuple[ServiceDescriptor, ...]) -> None:
+    """Messages that are small on the way and large when they are unpacked, and large ones, for every method."""
+    zeros = bytes(_BOMB)
+    with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+        for method in (method for service in services for method in methods(service)):
+            for compression in (grpc.Compression.Gzip, grpc.Compression.NoCompression):
+                request: object = iter([zeros]) if method.client_streaming else zeros
+                call = getattr(channel, method.shape)(method.path)
+                with contextlib.suppress(grpc.RpcError):
+                    reply = call(request, timeout=30, compression=compression)
+                    if method.server_streaming:
+                        list(reply)
+                    raise AssertionError(f"{method.path} was answered")
+
+
+@contextmanager
+def crowd(address: str, count: int) -> Iterator[list[socket.socket]]:
+    """Many connections: one third says nothing, one that it speaks HTTP/2, one calls and never ends its message."""
+    said = (b"", PREFACE + frame(_SETTINGS, 0, 0))
+    says = (*said, said[1] + head("/pscluster.v1.Node/Status") + frame(_DATA, 0, 1, struct.pack(">BI", 0, 900)))
+    found: list[socket.socket] = []
+    try:
+        for number in range(count):
+            with contextlib.suppress(OSError):  # refused, or closed at once: as it should be
+                found.append(opened(address))
+                found[-1].sendall(says[number % 3])
+        yield found
+    finally:
+        for connection in found:
+            connection.close()
+
+
+def trickle(address: str, count: int, until: Callable[[], bool]) -> int:
+    """On so many connections a valid beginning, byte by byte, for as long as anybody listens. Bytes that were taken."""
+    data = PREFACE + frame(_SETTINGS, 0, 0) + head("/pscluster.v1.Worker/Upload") + frame(_DATA, 0, 1, bytes(4000))
+    connections = [opened(address) for _ in range(count)]
+    sent = 0
+    try:
+        for at in range(len(data)):
+            if until():
+                break
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    sent += connection.send(data[at : at + 1])
+            time.sleep(0.01)
+    finally:
+        for connection in connections:
+            connection.close()
+    return sent

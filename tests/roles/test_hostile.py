@@ -1,0 +1,220 @@
+"""Strangers at the ports of a cluster while it works: they cost it their own connections, and nobody else anything."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.roles.hostile import bombs, crowd, opened, rubbish, trickle
+from tests.roles.processes import PSCLUSTER, Roles, make_cluster, until
+from tests.roles.wire import SERVICES
+
+from pscluster.core import limits
+from pscluster.core.channels import NODE_SERVICE
+from pscluster.core.doorkeeper import Doorkeeper, _peer_of
+from pscluster.core.limits import raise_descriptor_limit
+from pscluster.core.rpc import Stub
+from pscluster.core.tokens import call_metadata
+from pscluster.v1 import node_pb2
+
+TOKEN = "correct-horse-battery-staple"
+CONNECTIONS = 2000
+_UNPACKED = 48 << 20
+GROWTH = 96 << 20  # less than six of the messages that are sent, of which there are dozens
+
+# Functions in rounds, each of which must have run once, until it is told to end.
+WORK = """
+import pathlib, sys
+import numpy as np
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver, Variable
+
+strategy = ParameterServerStrategy(TFConfigClusterResolver())
+with strategy.scope():
+    w = Variable(np.zeros(4, np.float32), name="w")
+coordinator = ClusterCoordinator(strategy)
+
+def step():
+    w.assign_add(np.ones(4, np.float32))
+
+rounds = 0
+while not pathlib.Path(sys.argv[1]).exists():
+    for _ in range(20):
+        coordinator.schedule(step)
+    coordinator.join()
+    rounds += 1
+    assert w.numpy().tolist() == [20.0 * rounds] * 4, (rounds, w.numpy())
+    print("round", rounds, flush=True)
+print("all rounds are right", flush=True)
+"""
+
+
+class Working:
+    """A cluster at work."""
+
+    def __init__(self, roles: Roles, gate: Path) -> None:
+        self.gate = gate
+        self.processes = {"ps": roles.ps(), "worker": roles.worker(), "chief": roles.coordinator(WORK, str(gate))}
+        self.addresses = {job: roles.cluster[job][0] for job in self.processes}
+        self.goes_on(2)
+
+    def rounds(self) -> int:
+        """So many were done until now."""
+        return len(re.findall(r"^round \d+$", self.processes["chief"].output, re.MULTILINE))
+
+    def goes_on(self, rounds: int = 3) -> None:
+        """Wait for so many rounds more."""
+        wanted = self.rounds() + rounds
+        until(lambda: self.rounds() >= wanted or not self._all_run(), "the job goes on")
+        assert self._all_run(), self.processes["chief"].output
+
+    def _all_run(self) -> bool:
+        return all(process.is_running for process in self.processes.values())
+
+    def descriptors(self) -> dict[str, int]:
+        """Open ones, by role."""
+        return {job: len(os.listdir(f"/proc/{process.pid}/fd")) for job, process in self.processes.items()}
+
+    def resident(self) -> dict[str, int]:
+        """Bytes of memory, by role."""
+        return {job: process.resident_bytes() for job, process in self.processes.items()}
+
+    def answers(self, job: str) -> bool:
+        """Does the role take a new connection of somebody who belongs here?"""
+        with grpc.insecure_channel(self.addresses[job], options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            try:
+                Stub(channel, NODE_SERVICE).status(node_pb2.StatusRequest(), metadata=call_metadata(TOKEN), timeout=5)
+            except grpc.RpcError:
+                return False
+            return True
+
+
+@pytest.fixture(scope="module")
+def working(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Working]:
+    """A server, a worker and a coordinator that work all the while, and end with the right numbers."""
+    folder = tmp_path_factory.mktemp("hostile")
+    with Roles(make_cluster(), folder, {"PSCLUSTER_TOKEN": TOKEN}) as roles:
+        working = Working(roles, folder / "gate")
+        yield working
+        working.goes_on()
+        working.gate.touch()
+        working.processes["chief"].wait_for("all rounds are right")
+        assert working.processes["chief"].wait() == 0
+        for process in working.processes.values():
+            assert "Traceback" not in process.output
+
+
+def test_rubbish_and_bombs(working: Working) -> None:
+    """Whatever comes without a token is not read: no role grows, and the job goes on with right results."""
+    before, generator = working.resident(), random.Random(7)
+    for job, address in working.addresses.items():
+        rubbish(address, generator)
+        bombs(address, SERVICES[job][:-1])
+        working.goes_on(1)
+    grown = {job: size - before[job] for job, size in working.resident().items()}
+    assert all(size < GROWTH for size in grown.values()), grown
+
+
+def test_compressed_messages_are_not_unpacked(working: Working) -> None:
+    """Not for those who have the token, either: refused, and no role grows."""
+    before = working.resident()
+    zeros = bytes(_UNPACKED)
+    for address in working.addresses.values():
+        with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+            call = channel.unary_unary("/pscluster.v1.Node/Status")
+            with pytest.raises(grpc.RpcError) as refused:
+                call(zeros, timeout=60, metadata=call_metadata(TOKEN), compression=grpc.Compression.Gzip)
+            assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED, refused.value
+    grown = {job: size - before[job] for job, size in working.resident().items()}
+    assert all(size < _UNPACKED // 2 for size in grown.values()), grown
+
+
+@pytest.mark.timeout(180)
+def test_a_crowd_and_slow_ones(working: Working) -> None:
+    """Thousands of connections that are only held, and some that send byte by byte: the job goes on, whoever has the
+    token gets in, and when they are gone so is what they took."""
+    raise_descriptor_limit()
+    count = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 5)
+    before, memory = working.descriptors(), working.resident()
+    over = threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        slow = [pool.submit(trickle, address, 20, over.is_set) for address in working.addresses.values()]
+        try:
+            for job, address in working.addresses.items():
+                with crowd(address, count):
+                    working.goes_on()
+                    until(lambda job=job: working.answers(job), f"{job} lets somebody in")  # type: ignore[misc]
+        finally:
+            over.set()
+        assert all(each.result() for each in slow)
+
+    def back() -> bool:
+        return all(now <= before[job] + 10 for job, now in working.descriptors().items())
+
+    until(back, "the roles have their descriptors back")
+    grown = {job: size - memory[job] for job, size in working.resident().items()}
+    assert all(size < GROWTH for size in grown.values()), grown
+
+
+def test_strangers_do_not_keep_others_out(tmp_path: Path) -> None:
+    """A role with few descriptors, all places taken by strangers that hold on: they are closed for who belongs here."""
+    few = ("bash", "-c", 'ulimit -n 256; exec "$0" "$@"')
+    with Roles(make_cluster(), tmp_path, {"PSCLUSTER_TOKEN": TOKEN}) as roles:
+        ps = roles.start("ps", role="ps", command=(*few, *PSCLUSTER))
+        ps.wait_for("serving on")
+        address = roles.cluster["ps"][0]
+        with crowd(address, 600) as connections:
+            assert len(connections) > 192
+            with grpc.insecure_channel(address) as channel:
+                stub = Stub(channel, NODE_SERVICE)
+
+                def answers() -> bool:
+                    try:
+                        stub.status(node_pb2.StatusRequest(), metadata=call_metadata(TOKEN), timeout=5)
+                    except grpc.RpcError:
+                        return False
+                    return True
+
+                until(answers, "somebody who belongs here gets in")
+                ps.wait_for("connections are open: those without an accepted call are being closed")
+                assert answers()
+        ps.wait_for("connections without an accepted call were closed")
+        assert ps.is_running
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_the_doorkeeper_knows_whom_it_greeted(family: socket.AddressFamily) -> None:
+    """Of two connections the one that was greeted, by the name that gRPC gives it, stays; before a second look both."""
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+        keeper = Doorkeeper(port, 2)
+        pairs = []
+        for _ in range(2):
+            client = opened(f"127.0.0.1:{port}")
+            pairs.append((client, server.accept()[0]))
+        (friend, ours), (stranger, other) = pairs
+        with friend, stranger, ours, other:
+            assert _peer_of(ours) == f"ipv4:127.0.0.1:{friend.getsockname()[1]}"
+            keeper.greet(_peer_of(ours))
+            assert keeper.look() == 0
+            assert keeper.look() == 1
+            assert stranger.recv(1) == b""
+            ours.sendall(b"x")
+            assert friend.recv(1) == b"x"
+
+
+def test_bounds_that_follow_from_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections take three quarters of the descriptors at most, and never more than the limit."""
+    for soft, places in ((256, 192), (20_000, limits.MAX_CONNECTIONS), (1, 1), (resource.RLIM_INFINITY, 8192)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _which, soft=soft: (soft, soft))
+        assert limits.connections() == places
