@@ -18,7 +18,7 @@ from pscluster.core.rpc import methods
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _SETTINGS, _PING, _CONTINUATION = 0, 1, 4, 6, 9
 _END_HEADERS = 4
-_BOMB = 16 << 20  # zeros; compressed, sixteen KiB
+_BOMB = 8 << 20  # zeros; compressed, eight KiB
 
 PROBES = (
     b"GET /healthz HTTP/1.1\r\nHost: there\r\n\r\n",

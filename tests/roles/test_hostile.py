@@ -29,7 +29,7 @@ from pscluster.v1 import node_pb2
 TOKEN = "correct-horse-battery-staple"
 CONNECTIONS = 2000
 _UNPACKED = 48 << 20
-GROWTH = 96 << 20  # less than six of the messages that are sent, of which there are dozens
+GROWTH = 96 << 20  # far less than all that is sent
 
 # Functions in rounds, each of which must have run once, until it is told to end.
 WORK = """

@@ -1,0 +1,165 @@
+"""Bounds of what a peer may ask for: what lies above them is refused in words that name the limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+from tests.conftest import OpenCall
+
+from pscluster.core import limits
+from pscluster.core.channels import NODE_SERVICE
+from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
+from pscluster.core.frames import pack, unpack
+from pscluster.core.identity import VERSION, check_version
+from pscluster.core.node import NodeService, Role
+from pscluster.core.rpc import generic_handler
+from pscluster.core.values import decode
+from pscluster.ps.service import ParameterServerRole, ParameterServerService
+from pscluster.v1 import node_pb2, ps_pb2, value_pb2, worker_pb2
+from pscluster.worker.parts import Part
+from pscluster.worker.service import _check
+
+JOB = 77
+OURS = node_pb2.Identity(version=VERSION, role="ps", name="ps 0")
+
+
+def context() -> grpc.ServicerContext:
+    """Of a call that goes on."""
+    return cast("grpc.ServicerContext", OpenCall())
+
+
+def attach(**fields: Any) -> None:
+    """Attach to a role as a coordinator does."""
+    service = NodeService(OURS, Role(), lambda: None)
+    request = node_pb2.AttachRequest(coordinator=OURS, job=JOB, **fields)
+    stream = cast("Any", service.attach(request, context()))
+    next(stream)
+    stream.close()
+
+
+def ps() -> ParameterServerService:
+    """Of a server without variables."""
+    role = ParameterServerRole(0)
+    role.job_began(node_pb2.AttachRequest(job=JOB))
+    return ParameterServerService(role)
+
+
+def create(**fields: Any) -> None:
+    """Create a variable."""
+    spec = ps_pb2.VariableSpec(id=1, dtype="float32", **fields)
+    request = ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec), last=True)
+    ps().push(iter([pack(request)]), context())
+
+
+def upload(total: int, sizes: list[int] | None = None) -> None:
+    """Announce an upload."""
+    request = worker_pb2.UploadRequest(total_bytes=total)
+    if sizes is None:
+        request.definition.SetInParent()
+    else:
+        request.attachments.sizes.extend(sizes)
+    _check(request)
+
+
+MANY = [0] * (limits.MAX_COUNT + 1)
+LARGE = ps_pb2.Request(read=ps_pb2.ReadRequest(items=[ps_pb2.ReadItem(slot="x" * (5 << 20))]))
+LONG = "x" * (limits.MAX_NAME + 1)
+TOO_MUCH: dict[str, tuple[Callable[[], object], str]] = {
+    "a frame's header": (
+        lambda: unpack(LARGE.SerializeToString(), ps_pb2.Request),
+        r"a frame with 5,242,\d{3} bytes beside its payload, the limit is 4,194,304",
+    ),
+    "a variable's name": (lambda: create(name=LONG, owners=[0]), r"a variable's name of 1,025 characters, .*1,024"),
+    "a variable's axes": (
+        lambda: create(name="v", shape=[1] * 65, splits=[ps_pb2.AxisSplit(ends=[1])] * 65, owners=[0]),
+        "'v' has 65 axes, the limit is 64",
+    ),
+    "intervals of functions": (
+        lambda: ps().finish_functions(ps_pb2.FinishFunctionsRequest(job=JOB, starts=MANY, stops=MANY), context()),
+        "131,073 intervals of functions in one request, the limit is 131,072: send several",
+    ),
+    "intervals at an attachment": (lambda: attach(finished_starts=MANY, finished_stops=MANY), "131,073 intervals"),
+    "half an interval": (lambda: attach(finished_starts=[1]), "as many stops as starts"),
+    "a wait": (lambda: attach(ps_timeout=math.nan), "ps_timeout is nan s"),
+    "a wait without end": (lambda: attach(ps_timeout=math.inf), "ps_timeout is inf s"),
+    "a peer's name": (
+        lambda: check_version(node_pb2.Identity(version=VERSION, name=LONG), OURS),
+        "a peer's name of 1,025",
+    ),
+    "a pickle": (lambda: upload(limits.MAX_PICKLE_BYTES + 1), "1,073,741,825 bytes, the limit is 1,073,741,824"),
+    "arrays": (lambda: upload(0, MANY), "131,073 arrays beside the arguments"),
+    "arrays' sizes": (lambda: upload(5, [2, 2]), "attachments of 4 bytes, but 5 are declared"),
+    "axes of an array": (
+        lambda: decode(value_pb2.Value(array=value_pb2.Array(dtype="int8", shape=[1] * 100, data=b"x"))),
+        "an array of 100 dimensions",
+    ),
+    "an element type": (
+        lambda: decode(value_pb2.Value(array=value_pb2.Array(dtype=LONG, data=b"x"))),
+        "no element type 'xxx",
+    ),
+    "a part of a dataset": (lambda: Part("3/1/-5/9", cast("Any", None), cast("Any", None)), "'3/1/-5/9' is no part"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_too_much(what: str) -> None:
+    """It is refused with an error that names what came, and the limit."""
+    call, message = TOO_MUCH[what]
+    with pytest.raises(ProtocolError, match=message):
+        call()
+
+
+def test_a_request_that_is_no_frame() -> None:
+    """Above 8 MiB it is refused before it is parsed."""
+    seen: list[str] = []
+    handler = cast("Any", generic_handler(NODE_SERVICE, NodeService(OURS, Role(), lambda: None), seen.append))
+
+    class Call(OpenCall):
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
+        def set_trailing_metadata(self, _metadata: object) -> None:
+            pass
+
+        def abort(self, code: grpc.StatusCode, details: str) -> None:
+            raise PsClusterError(f"{code.name}: {details}")
+
+    class Details:
+        method = "/pscluster.v1.Node/Status"
+
+    behaviour = handler.service(Details).unary_unary
+    with pytest.raises(
+        PsClusterError, match=r"INVALID_ARGUMENT: 8,388,609 bytes in one request to .*Status, the limit"
+    ):
+        behaviour(bytes(limits.MAX_CONTROL_BYTES + 1), Call())
+    assert behaviour(b"", Call()).state == "waiting for a coordinator"
+    assert seen == ["ipv4:127.0.0.1:1"] * 2
+
+
+def test_the_same_row_again_and_again() -> None:
+    """A read of rows may not come to more than a GiB where the variable has less."""
+    service = ps()
+    spec = ps_pb2.VariableSpec(id=1, name="v", dtype="float32", shape=[2, 1 << 16], owners=[0])
+    spec.splits.extend([ps_pb2.AxisSplit(ends=[2]), ps_pb2.AxisSplit(ends=[1 << 16])])
+    made = ps_pb2.CreateRequest(job=JOB, variable=spec, initializer=ps_pb2.Initializer(name="zeros"))
+    service.push(iter([pack(ps_pb2.Request(create=made, last=True))]), context())
+    ids = np.zeros(5000, np.int64)
+    item = ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(ids=len(ids)))
+    request = ps_pb2.Request(read=ps_pb2.ReadRequest(job=JOB, items=[item]), total_bytes=ids.nbytes, last=True)
+    with pytest.raises(InvalidUpdateError, match="5,000 rows of 'v' take 1,310,720,000 bytes, the limit for one read"):
+        list(service.pull(pack(request, [ids.tobytes()]), context()))
+
+
+def test_errors_are_short() -> None:
+    """What an error says of a peer's long text is cut, and stays text; a log's line stays one."""
+    assert limits.shortened("short") == "short"
+    for text in ("x" * 100_000, "é" * 100_000, "\N{OLD PERSIAN NUMBER HUNDRED}" * 100_000, "\ud800" * 9000):
+        cut = limits.shortened(text)
+        assert cut.endswith(" ...")
+        assert len(cut.encode()) <= limits.MAX_ERROR_BYTES + 4
+    assert limits.one_line("a\nb\x1b[31mc" + "d" * 500) == "a?b?[31mc" + "d" * 191
