@@ -134,7 +134,7 @@ def test_a_request_that_is_no_frame() -> None:
 
     behaviour = handler.service(Details).unary_unary
     with pytest.raises(
-        PsClusterError, match=r"INVALID_ARGUMENT: 8,388,609 bytes in one request to .*Status, the limit"
+        PsClusterError, match=r"INVALID_ARGUMENT: 8,388,609 bytes in one request to .*Status, the"
     ):
         behaviour(bytes(limits.MAX_CONTROL_BYTES + 1), Call())
     assert behaviour(b"", Call()).state == "waiting for a coordinator"
