@@ -115,7 +115,7 @@ def test_too_much(what: str) -> None:
 
 
 def test_a_request_that_is_no_frame() -> None:
-    """Above 8 MiB it is refused before it is parsed."""
+    """Above 16 MiB it is refused before it is parsed."""
     seen: list[str] = []
     handler = cast("Any", generic_handler(NODE_SERVICE, NodeService(OURS, Role(), lambda: None), seen.append))
 
@@ -133,9 +133,7 @@ def test_a_request_that_is_no_frame() -> None:
         method = "/pscluster.v1.Node/Status"
 
     behaviour = handler.service(Details).unary_unary
-    with pytest.raises(
-        PsClusterError, match=r"INVALID_ARGUMENT: 8,388,609 bytes in one request to .*Status, the"
-    ):
+    with pytest.raises(PsClusterError, match=r"INVALID_ARGUMENT: 16,777,217 bytes in one request to .*Status, the"):
         behaviour(bytes(limits.MAX_CONTROL_BYTES + 1), Call())
     assert behaviour(b"", Call()).state == "waiting for a coordinator"
     assert seen == ["ipv4:127.0.0.1:1"] * 2

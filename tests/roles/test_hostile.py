@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -60,10 +61,10 @@ print("all rounds are right", flush=True)
 class Working:
     """A cluster at work."""
 
-    def __init__(self, roles: Roles, gate: Path) -> None:
+    def __init__(self, roles: Roles, cluster: dict[str, list[str]], gate: Path) -> None:
         self.gate = gate
         self.processes = {"ps": roles.ps(), "worker": roles.worker(), "chief": roles.coordinator(WORK, str(gate))}
-        self.addresses = {job: roles.cluster[job][0] for job in self.processes}
+        self.addresses = {job: cluster[job][0] for job in self.processes}
         self.goes_on(2)
 
     def rounds(self) -> int:
@@ -101,8 +102,9 @@ class Working:
 def working(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Working]:
     """A server, a worker and a coordinator that work all the while, and end with the right numbers."""
     folder = tmp_path_factory.mktemp("hostile")
-    with Roles(make_cluster(), folder, {"PSCLUSTER_TOKEN": TOKEN}) as roles:
-        working = Working(roles, folder / "gate")
+    cluster = make_cluster()
+    with Roles(cluster, folder, {"PSCLUSTER_TOKEN": TOKEN}) as roles:
+        working = Working(roles, cluster, folder / "gate")
         yield working
         working.goes_on()
         working.gate.touch()
@@ -129,7 +131,7 @@ def test_compressed_messages_are_not_unpacked(working: Working) -> None:
     zeros = bytes(_UNPACKED)
     for address in working.addresses.values():
         with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
-            call = channel.unary_unary("/pscluster.v1.Node/Status")
+            call: Any = channel.unary_unary("/pscluster.v1.Node/Status")
             with pytest.raises(grpc.RpcError) as refused:
                 call(zeros, timeout=60, metadata=call_metadata(TOKEN), compression=grpc.Compression.Gzip)
             assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED, refused.value
@@ -167,10 +169,11 @@ def test_a_crowd_and_slow_ones(working: Working) -> None:
 def test_strangers_do_not_keep_others_out(tmp_path: Path) -> None:
     """A role with few descriptors, all places taken by strangers that hold on: they are closed for who belongs here."""
     few = ("bash", "-c", 'ulimit -n 256; exec "$0" "$@"')
-    with Roles(make_cluster(), tmp_path, {"PSCLUSTER_TOKEN": TOKEN}) as roles:
+    cluster = make_cluster()
+    with Roles(cluster, tmp_path, {"PSCLUSTER_TOKEN": TOKEN}) as roles:
         ps = roles.start("ps", role="ps", command=(*few, *PSCLUSTER))
         ps.wait_for("serving on")
-        address = roles.cluster["ps"][0]
+        address = cluster["ps"][0]
         with crowd(address, 600) as connections:
             assert len(connections) > 192
             with grpc.insecure_channel(address) as channel:

@@ -17,8 +17,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_HEADER_BYTES = 4 << 20
 """Of what stands before a frame's payload. Parsed, small fields take up to forty times as much memory."""
 
-MAX_CONTROL_BYTES = 8 << 20
-"""Of a request that is not a frame, but for those that bring arguments of functions."""
+MAX_CONTROL_BYTES = 16 << 20
+"""Of a request that is not a frame, but for those that bring arguments of functions. The largest names all tensors of a
+server's part of a checkpoint: some eighty thousand."""
 
 MAX_RANK = 64
 """Axes of an array: NumPy's own limit."""

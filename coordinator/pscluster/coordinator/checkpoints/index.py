@@ -217,7 +217,7 @@ def _parsed(body: dict[str, Any]) -> Index:
 def _check_types(record: object, **types: type) -> None:
     """TypeError if a field is not of that type; ValueError for a number below 0."""
     for field_name, kind in types.items():
-        value = getattr(record, field_name)
+        value: Any = getattr(record, field_name)
         if type(value) is not kind:
             raise TypeError(f"{field_name} is {value!r:.40}, not of type {kind.__name__}")
         if kind is int and value < 0:
