@@ -292,7 +292,7 @@ class _Servers:
         getattr(whole, "from").extend([0, 0])
         shard = ps_pb2.RestoreShard(variable=1, arrays=[ps_pb2.RestoreArray(array="value", sources=[whole])])
         shard.steps["adam"] = 3
-        part = {"job": JOB, "id": 9, "directory": self._folder}
+        part: dict[str, Any] = {"job": JOB, "id": 9, "directory": self._folder}
         requests: list[tuple[int, Message]] = [
             (0, ps_pb2.DescribeRequest(job=JOB, variables=["v1"], optimizers=["adam"])),
             (1, ps_pb2.DeleteRequest(job=JOB, name="v3", id=3)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from pscluster.v1 import ps_pb2
 FORMAT = "pscluster-checkpoint"
 VERSION = 1
 _MAX_BYTES = 512 << 20
+_ARRAY = re.compile(r"value|slot/.+/[^/]+|average/.+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,9 @@ def _check_saved(variable: SavedVariable, shards: int) -> None:
     steps = [count for each in variable.steps for count in each.values()]
     if not all(type(count) is int and count >= 0 for count in [*variable.updates, *steps]):
         raise TypeError(f"a count of {variable.name!r:.80} that is no number from 0 on")
+    for key in variable.arrays:
+        if not _ARRAY.fullmatch(key):
+            raise ValueError(f"{variable.name!r:.80} has an array {key!r:.80}: there are values, slots and averages")
     for tensor in (tensor for tensors in variable.arrays.values() for tensor in tensors):
         _check_types(tensor, shard=int, file=str, tensor=str, dtype=str, offset=int, bytes=int, sha256=str)
         if not all(type(length) is int for length in tensor.shape):
