@@ -222,7 +222,7 @@ def _check_types(record: object, **types: type) -> None:
         value: Any = getattr(record, field_name)
         if type(value) is not kind:
             raise TypeError(f"{field_name} is {value!r:.40}, not of type {kind.__name__}")
-        if kind is int and value < 0:
+        if isinstance(value, int) and value < 0:
             raise ValueError(f"{field_name} is {value}")
 
 
