@@ -54,7 +54,7 @@ def ready(values: Sequence[RemoteValue]) -> int:
 
 def status(cluster: LocalCluster, role: str, index: int) -> node_pb2.StatusReply:
     """A task's own account of itself."""
-    with open_channel(cluster.cluster_spec().task_address(role, index)) as channel:
+    with open_channel(cluster.cluster_spec().task_address(role, index), cluster.tls) as channel:
         reply: node_pb2.StatusReply = Stub(channel, NODE_SERVICE).status(
             node_pb2.StatusRequest(), timeout=PATIENCE, metadata=call_metadata(cluster.token), wait_for_ready=True
         )
@@ -157,7 +157,7 @@ class RawClient:
         self.index = index
         self.incarnation = incarnation or fresh_id()
         self._metadata = call_metadata(job.cluster.token)
-        self._channel = open_channel(job.cluster.cluster_spec().task_address("ps", index))
+        self._channel = open_channel(job.cluster.cluster_spec().task_address("ps", index), job.cluster.tls)
         self._stub = Stub(self._channel, PS_SERVICE)
 
     def __enter__(self) -> RawClient:

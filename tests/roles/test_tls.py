@@ -33,7 +33,7 @@ from tests.roles.processes import (
 from tests.roles.test_token import ALL_METHODS, call
 from tests.roles.wire import SECONDS, SERVICES, Metadata
 
-from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable, timeline
 from pscluster.coordinator.health import is_healthy
 from pscluster.coordinator.local_cluster import child_environ
 from pscluster.core import access
@@ -515,7 +515,7 @@ def test_off_loopback(tmp_path: Path) -> None:
             assert run("health", address, **env)[0] == 0
 
 
-def test_a_local_cluster_that_others_reach(tmp_path: Path) -> None:
+def test_a_local_cluster_that_others_reach() -> None:
     """It makes its certificates itself: steps, large arrays both ways, a worker's death; no key is left."""
     with LocalCluster(2, 2, host="0.0.0.0", log_level="ERROR") as cluster:
         assert cluster.tls is not None
@@ -534,6 +534,8 @@ def test_a_local_cluster_that_others_reach(tmp_path: Path) -> None:
             for _ in range(6):
                 coordinator.schedule(step)
             coordinator.join()
+            recorded = timeline.collect(strategy.tasks, strategy.metadata)  # on channels of its own
+            assert [each.missing for each in recorded] == [""] * 4
             cluster.kill("worker", 0)
             for _ in range(6):
                 coordinator.schedule(step)

@@ -79,7 +79,7 @@ class PeerAddress:
         check_plain(self, self.address, token, self.tls, insecure=insecure)
 
 
-def open_channel(address: str, tls: Tls | None = None, more: Sequence[tuple[str, int]] = ()) -> grpc.Channel:
+def open_channel(address: str, tls: Tls | None, more: Sequence[tuple[str, int]] = ()) -> grpc.Channel:
     """A channel of its own connection to the address; nothing is dialled before the first call."""
     options = [*CHANNEL_OPTIONS, *more]
     if tls is None:
