@@ -52,7 +52,7 @@ from pscluster.core.tls import (
     load_tls,
 )
 from pscluster.core.tokens import TokenInterceptor, create_token_file, load_token
-from pscluster.core.trust import add_pickle_options, asked_for, find_modules, settle, trust_of
+from pscluster.core.trust import add_pickle_options, asked_for, find_modules, settle, trust, trust_of
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
@@ -164,9 +164,14 @@ def settle_trust(address: str, options: RoleOptions) -> None:
     settle(found)
     if not found.pickles:
         find_modules(found)
-        logger.info(
-            "%s; functions are taken from %s", found.why, ", ".join(map(str, (*found.folders, *found.packages)))
-        )
+
+
+def tell_trust() -> None:
+    """Log it, once the role serves."""
+    found = trust()
+    if not found.pickles:
+        places = ", ".join(map(str, (*found.folders, *found.packages))) or "nowhere"
+        logger.info("%s; functions are taken from %s", found.why, places)
 
 
 def role_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -21,6 +21,7 @@ from pscluster.core.serving import (
     role_options,
     run_role,
     settle_trust,
+    tell_trust,
 )
 from pscluster.ps.budget import DEFAULT_MIB
 from pscluster.ps.checkpoints.roots import Roots
@@ -69,6 +70,7 @@ def serve_ps(
         )
         server.ready()
         logger.info("parameter server %d serving on %s", index, address)
+        tell_trust()
 
         def close() -> None:
             server.leave()

@@ -22,6 +22,7 @@ from pscluster.core.serving import (
     role_options,
     run_role,
     settle_trust,
+    tell_trust,
 )
 from pscluster.core.tls import Tls
 from pscluster.core.tokens import call_metadata
@@ -107,6 +108,7 @@ def serve_worker(
         else:
             server.ready()
             logger.info("worker %d serving on %s", index, address)
+            tell_trust()
         return close
 
     return serve
