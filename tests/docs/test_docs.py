@@ -29,7 +29,7 @@ from tests.conftest import is_gone
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, errors
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("variables", "optimizers", "checkpoints", "datasets", "training", "observability")
+NAMES = ("variables", "optimizers", "checkpoints", "datasets", "training", "observability", "dashboard")
 DOCUMENTS = [f"docs/{name}.md" for name in NAMES]
 TABLE = "| call | error | message |"
 

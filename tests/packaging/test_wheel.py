@@ -71,6 +71,8 @@ def test_wheel_holds_the_five_portions_and_nothing_else(wheel: Path) -> None:
     assert {f"pscluster/{portion}/py.typed" for portion in PORTIONS} <= names
     assert {f"pscluster/v1/{stub}_pb2.py" for stub in ("node", "ps", "value", "worker")} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    pages = {"index.html", "page.css", "page.js", "uPlot.LICENSE", "uPlot.iife.min.js", "uPlot.min.css"}
+    assert {f"pscluster/coordinator/dashboard/assets/{name}" for name in pages} <= names
     assert not [name for name in names if Path(name).name.startswith(("test_", "conftest"))]
 
 

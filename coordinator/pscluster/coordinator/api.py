@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pscluster.coordinator.checkpoints import Checkpoint, CheckpointManager, RestoredFrom, SavedVariables
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.dashboard import Dashboard
 from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.distributed import DataPart, DistributedDataset
 from pscluster.coordinator.local_cluster import LocalCluster
@@ -38,6 +39,7 @@ __all__ = [
     "ClusterCoordinator",
     "ClusterResolver",
     "ClusterSpec",
+    "Dashboard",
     "DataPart",
     "DistributedDataset",
     "FixedShardsPartitioner",

@@ -6,12 +6,17 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from pscluster.coordinator.options import dashboard_options
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.process import main_of
+from pscluster.core.process import log_options, main_of
 from pscluster.core.trust import add_pickle_options
+
+if TYPE_CHECKING:
+    from pscluster.core.channels import PeerAddress
 
 # Imports that take long stand in the commands: containers run `pscluster health` every few seconds, and what the
 # others need, NumPy first of all, takes four times as long to load as the check takes (0.4 against 0.1 s).
@@ -80,13 +85,8 @@ for _name, _module, _attribute, _summary in (
     type=click.IntRange(0),
     help="Restarts of one role before giving up.",
 )
-@click.option(
-    "--log-level",
-    default="WARNING",
-    show_default=True,
-    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
-    help="Of the roles.",
-)
+@dashboard_options(shown=True)
+@log_options("WARNING", "Of the servers and workers.")
 @click.option(
     "--metrics-port",
     envvar="PSCLUSTER_METRICS_PORT",
@@ -106,6 +106,9 @@ def run_command(
     metrics_port: str,
     allow_pickle: bool | None,
     functions_from: tuple[str, ...],
+    log_format: str,
+    dashboard: bool,
+    dashboard_address: str | None,
     script: str,
     args: tuple[str, ...],
 ) -> None:
@@ -124,6 +127,9 @@ def run_command(
             metrics_port=metrics_port_of(metrics_port),
             allow_pickle=allow_pickle,
             functions_from=functions_from,
+            log_format=log_format,
+            dashboard=dashboard,
+            dashboard_address=dashboard_address,
         )
     )
 
@@ -146,14 +152,47 @@ def health_command(address: str, token_file: Path | None, tls_folder: Path | Non
     sys.exit(0 if healthy else 1)
 
 
+_EVERY = click.FloatRange(0.1, 3600)
+
+
 @cli.command("status")
 @credentials_options
-def status_command(token_file: Path | None, tls_folder: Path | None, insecure: bool) -> None:
+@click.option("--watch", is_flag=True, help="Look again and again, until Ctrl-C.")
+@click.option("--every", default=2.0, show_default=True, type=_EVERY, help="Seconds between two looks.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a look, on one line.")
+def status_command(
+    token_file: Path | None, tls_folder: Path | None, insecure: bool, watch: bool, every: float, as_json: bool
+) -> None:
     """Print the state of every task of the cluster in TF_CONFIG. Exit code 0: all answer."""
-    from pscluster.coordinator.status import status_table
+    from pscluster.coordinator.status import show_status
+
+    peers, metadata = _cluster(token_file, tls_folder, insecure)
+    sys.exit(show_status(peers, metadata, as_text=not as_json, every=every if watch else None))
+
+
+@cli.command("top")
+@credentials_options
+@click.option("--every", default=2.0, show_default=True, type=_EVERY, help="Seconds between two looks.")
+@click.option("--rounds", default=0, show_default="until Ctrl-C", type=click.IntRange(0), help="So many pictures.")
+@click.option("--rows", default=10, show_default=True, type=click.IntRange(1), help="Of each table, at most.")
+def top_command(
+    token_file: Path | None, tls_folder: Path | None, insecure: bool, every: float, rounds: int, rows: int
+) -> None:
+    """Show the busiest servers, variables and workers of the cluster in TF_CONFIG, live."""
+    from pscluster.coordinator.status import show_top
+
+    peers, metadata = _cluster(token_file, tls_folder, insecure)
+    sys.exit(show_top(peers, metadata, every=every, rounds=rounds, rows=rows))
+
+
+def _cluster(
+    token_file: Path | None, tls_folder: Path | None, insecure: bool
+) -> tuple[list[PeerAddress], tuple[tuple[str, str], ...]]:
+    """Whom to ask, and with what. ConfigurationError if that is nobody."""
+    from pscluster.coordinator.status import peers_of
     from pscluster.core.cluster import TFConfig
     from pscluster.core.tls import INSECURE_VARIABLE, is_set, load_tls
-    from pscluster.core.tokens import load_token
+    from pscluster.core.tokens import call_metadata, load_token
 
     cluster = TFConfig.from_environ().cluster
     if not cluster:
@@ -161,14 +200,11 @@ def status_command(token_file: Path | None, tls_folder: Path | None, insecure: b
             "TF_CONFIG names no cluster to ask; set it to the one the roles were started with, such as "
             '{"cluster": {"ps": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"]}}'
         )
-    table, everyone = status_table(
-        cluster,
-        load_token(token_file),
-        load_tls("tool", tls_folder),
-        insecure=insecure or is_set(INSECURE_VARIABLE),
-    )
-    click.echo(table)
-    sys.exit(0 if everyone else 1)
+    token = load_token(token_file)
+    peers = peers_of(cluster, load_tls("tool", tls_folder))
+    for peer in peers:
+        peer.check_plain(token, insecure=insecure or is_set(INSECURE_VARIABLE))
+    return peers, call_metadata(token)
 
 
 @cli.command("token")

@@ -35,6 +35,7 @@ import tenacity
 from pscluster.coordinator.counts import CoordinatorCounts
 from pscluster.coordinator.distributed import DataPart
 from pscluster.coordinator.links import LOST_CONNECTION, Distrust, PsLink, WorkerConnection, end_job, why_lost
+from pscluster.coordinator.observed import Observed
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduler import Scheduler, State, Task
 from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
@@ -183,6 +184,37 @@ class LinkState:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLook:
+    """A worker, as the coordinator sees it at a moment."""
+
+    peer: PeerAddress
+    up: bool
+    why: str  # it is not
+    incarnation: int
+    restarts: int  # how often it came back; -1: it has not been there yet
+    has: int  # functions that it runs, or that wait there
+    running: str  # the name of the first of these
+    quiet: float  # seconds since something came or went
+    done: int
+    seconds: float | None  # that a function takes, smoothed
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The queue and the workers at a moment."""
+
+    waiting: int
+    in_flight: int
+    done: int
+    failed: int
+    retried: int
+    cancelled: int
+    paused: bool
+    error: str  # that nobody has been told of yet; "": none
+    workers: Sequence[WorkerLook]
+
+
+@dataclass(frozen=True, slots=True)
 class Recall:
     """Tasks of a worker, where they were when it was decided to ask for them back: soon they may be elsewhere."""
 
@@ -207,9 +239,11 @@ class Dispatcher:
         max_attempts: int,
         worker_lease: float = math.inf,
         counts: CoordinatorCounts | None = None,
+        observed: Observed | None = None,
     ) -> None:
         self._counted = counts or CoordinatorCounts()
         self._loop = loop
+        self._observed = observed or Observed()
         self._servers = list(servers)
         self._metadata = metadata
         self._attach = attach
@@ -538,6 +572,11 @@ class Dispatcher:
         """How many workers take functions now."""
         return sum(link.up for link in self._links)
 
+    @property
+    def functions_done(self) -> int:
+        """How many have returned. Takes no lock."""
+        return sum(worker.done for worker in self._scheduler.workers)
+
     def counts(self) -> tuple[int, int]:
         """(waiting, in flight)."""
         with self._lock:
@@ -576,6 +615,40 @@ class Dispatcher:
         workers = [str(link.peer) for link in self._links if not link.up]
         return [*(str(peer) for peer, _ in self.out_of_reach()), *workers]
 
+    def look(self) -> Look:
+        """How all is now. Takes a moment for each worker, whatever is queued."""
+        now = time.monotonic()
+        with self._lock:
+            scheduler = self._scheduler
+            workers = []
+            for link, worker in zip(self._links, scheduler.workers, strict=True):
+                first = next(iter(worker.sent.values()), None)
+                workers.append(
+                    WorkerLook(
+                        link.peer,
+                        link.up,
+                        link.why,
+                        0 if link.connection is None else link.connection.incarnation,
+                        link.restarts,
+                        len(worker.sent),
+                        "" if first is None else first.payload.function.name,
+                        now - link.heard if link.heard else 0.0,
+                        worker.done,
+                        worker.seconds,
+                    )
+                )
+            return Look(
+                scheduler.waiting,
+                scheduler.in_flight,
+                self.functions_done,
+                scheduler.failed,
+                self._counted.retried_failed + self._counted.retried_lost,
+                scheduler.were_cancelled,
+                bool(self._pauses),
+                "" if scheduler.error is None else str(scheduler.error).partition("\n\n")[0],
+                workers,
+            )
+
     def explain(self) -> str:
         """Lines for people: what waits for whom, and since when."""
         now = time.monotonic()
@@ -598,11 +671,15 @@ class Dispatcher:
         return "\n".join(lines)
 
     async def _warn_when_quiet(self) -> None:
+        said = ""
         while True:
             await asyncio.sleep(QUIET_SECONDS)
             with self._lock:
                 busy = self._scheduler.in_flight > 0 or self._scheduler.waiting > 0
-            if busy and time.monotonic() - max(link.heard for link in self._links) >= QUIET_SECONDS:
+                state = f"{self._describe()}; {self._running()}; {[link.heard for link in self._links]}"
+            # What stays as it is is said once.
+            if state != said and busy and time.monotonic() - max(link.heard for link in self._links) >= QUIET_SECONDS:
+                said = state
                 logger.warning("nothing has come back for %g s:\n%s", QUIET_SECONDS, self.explain())
 
     async def _watch_timeouts(self) -> None:
@@ -749,6 +826,7 @@ class Dispatcher:
             link.up, link.restarts, link.heard = True, link.restarts + 1, time.monotonic()
             if link.restarts:
                 logger.warning("%s is back", link.peer)
+            self._observed.tell(link.peer.task, "up", "is back" if link.restarts else "is up")
             try:
                 await self._until_lost(index, link, connection)
                 link.why = "it left" if link.leaving else "its connection ended"
@@ -764,6 +842,7 @@ class Dispatcher:
             if self._closed:
                 return
             logger.warning("%s is gone: %s", link.peer, link.why)
+            self._observed.tell(link.peer.task, "down", f"is gone: {link.why}")
             await self._give_up(index, connection.incarnation)
 
     async def _connect(self, index: int, link: LinkState) -> WorkerConnection:
@@ -859,6 +938,7 @@ class Dispatcher:
                 last = self._too_long(index, first) if late else self._deadly(index, first)
                 failed, cancelled = self._scheduler.requeue(index, last, first.id if late else 0)
                 for task in failed:
+                    self._say(index, last)
                     self._set_error(task, last, RemoteValueStatus.FAILED)
                 self._settle_cancelled(cancelled)
                 if first.state is State.QUEUED:
@@ -1118,12 +1198,15 @@ class Dispatcher:
         call.failures += 1
         self._counted.retried_failed += 1
         logger.warning("%s %s on %s: run again, %d of %d", call.function.name, what, peer, call.failures, retries)
+        text = f"{call.function.name} {what}: run again, {call.failures} of {retries}"
+        self._observed.tell(peer.task, "retry", text, failure.traceback if failure is not None else "")
         return True
 
     def _fail_with(self, index: int, task: Task[Call], error: FunctionError) -> None:
         """Under the lock."""
         failed, cancelled = self._scheduler.fail(index, task.id, error)
         if failed is not None:
+            self._say(index, error)
             self._set_error(failed, error, RemoteValueStatus.FAILED)
         self._settle_cancelled(cancelled)
 
@@ -1162,6 +1245,7 @@ class Dispatcher:
             task = self._scheduler.workers[index].sent.get(number)
             if task is not None:
                 error = self._not_begun(task.payload.function, index, task.attempts, failure)
+                self._say(index, error)
                 _, cancelled = self._scheduler.fail(index, number, error)
                 self._set_error(task, error, RemoteValueStatus.FAILED)
                 self._settle_cancelled([other for other in cancelled if other is not task])
@@ -1189,7 +1273,13 @@ class Dispatcher:
                 continue
             self._set_error(task, _cancelled(task.payload.function.name, first), RemoteValueStatus.CANCELLED)
 
+    def _say(self, index: int, error: FunctionError) -> None:
+        """To who looks on: a function failed, for good."""
+        head = error.summary.partition("\n\n")[0]
+        self._observed.tell(self._links[index].peer.task, "error", head, error.remote_traceback)
+
     def _abort(self, error: Exception, *, final: bool) -> None:
+        self._observed.tell("coordinator", "error", str(error))
         with self._changed:
             self._settle_cancelled(self._scheduler.abort(error, final=final))
             recalls = self._all_recalls()

@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 import tenacity
 
+from pscluster.coordinator.observed import Observed
 from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_aio_channel, open_channel, why_untrusted
 from pscluster.core.errors import (
     BusyError,
@@ -95,12 +96,14 @@ class PsLink:
         attach: node_pb2.AttachRequest,
         declare_again: Callable[[int, Sequence[int]], Awaitable[None]],
         holding: int = 0,
+        observed: Observed | None = None,
     ) -> None:
         """Nothing is dialled yet.
 
         Args:
             declare_again: sends a server, by its index, the rules of these optimizers, which it keeps nowhere.
             holding: the number of what it has to hold as it is taken; 0: it may hold anything.
+            observed: is told when it goes and when it is back.
         """
         self.peer = peer
         self._metadata = metadata
@@ -119,6 +122,7 @@ class PsLink:
         self.over = False  # the job is being ended: that the server goes is no news
         self.restored = ""  # what it said of that when it was taken
         self.holding = holding  # the number of what it holds for this job
+        self._observed = observed or Observed()
 
     async def attach(self) -> None:
         """Take the server for this job. BusyError while another coordinator holds it."""
@@ -187,6 +191,7 @@ class PsLink:
             if not self.over:
                 timeout = self._request.ps_timeout
                 logger.warning("%s is out of reach; it is waited for, %g s at most", self.peer, timeout)
+                self._observed.tell(self.peer.task, "down", f"is out of reach; it is waited for, {timeout:g} s at most")
             try:
                 # Busy: the end of the old connection has not been noticed there yet.
                 async for attempt in self._retrying(BusyError):
@@ -203,8 +208,10 @@ class PsLink:
             self.returns += 1
             if self.restored:
                 logger.warning("%s is back after %.1f s, with %s", self.peer, took, self.restored)
+                self._observed.tell(self.peer.task, "up", f"is back after {took:.1f} s, with {self.restored}")
             else:
                 logger.info("%s is in reach again after %.1f s", self.peer, took)
+                self._observed.tell(self.peer.task, "up", f"is in reach again after {took:.1f} s")
 
     async def close_incarnation(self, incarnation: int) -> None:
         """Nothing of it is applied on this server afterwards. PSUnavailableError if the server is lost."""

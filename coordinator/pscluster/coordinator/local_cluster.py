@@ -69,6 +69,7 @@ from pscluster.coordinator.supervisor import (
 )
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
+from pscluster.core.process import LOG_FORMATS, LOG_LEVELS
 from pscluster.core.serving import GRACE_SECONDS, METRICS_PORT_VARIABLE, metrics_port_of
 from pscluster.core.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE, Tls, load_tls
 from pscluster.core.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
@@ -88,7 +89,6 @@ _OURS = frozenset(
         PICKLE_VARIABLE,
     }
 )
-_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _SHARES_PORTS = hasattr(socket, "SO_REUSEPORT")
 # What ends a process that does nothing about it, so that kill() can wait for the end.
 _DEADLY = frozenset(
@@ -134,6 +134,7 @@ class LocalCluster(ClusterResolver):
         host: str = "127.0.0.1",
         env: Mapping[str, str] | None = None,
         log_level: str = "WARNING",
+        log_format: str = "text",
         token: str | None = None,
         tls: bool | None = None,
         cwd: str | os.PathLike[str] | None = None,
@@ -156,6 +157,7 @@ class LocalCluster(ClusterResolver):
             env: added to the environment that the processes inherit from this one; for example
                 `{"OMP_NUM_THREADS": "1"}` where several workers share few cores.
             log_level: of the processes, which log to this one's standard error.
+            log_format: "text", lines for people, or "json", an object a line.
             token: the cluster token. Default: a random one.
             tls: whether the processes have certificates, made for this cluster, and ask each other for them. Default:
                 where the host is not loopback.
@@ -190,8 +192,10 @@ class LocalCluster(ClusterResolver):
                 f"env names {', '.join(sorted(taken))}, which LocalCluster sets; use token=, tls=, durability=, "
                 "state_dir= or allow_pickle="
             )
-        if log_level.upper() not in _LOG_LEVELS:
-            raise ConfigurationError(f"log_level is {log_level!r}; give one of {', '.join(_LOG_LEVELS)}")
+        if log_level.upper() not in LOG_LEVELS:
+            raise ConfigurationError(f"log_level is {log_level!r}; give one of {', '.join(LOG_LEVELS)}")
+        if log_format not in LOG_FORMATS:
+            raise ConfigurationError(f"log_format is {log_format!r}; give one of {', '.join(LOG_FORMATS)}")
         kind = durability_named(durability)
         if cwd is not None and not Path(cwd).is_dir():
             raise ConfigurationError(f"cwd is {os.fspath(cwd)!r}, which is no directory")
@@ -219,7 +223,7 @@ class LocalCluster(ClusterResolver):
         self._cwd = cwd
         self._command = _command
         self._on_failure = _on_failure
-        self._options = ["--exit-with-parent", "--log-level", log_level]
+        self._options = ["--exit-with-parent", "--log-level", log_level, "--log-format", log_format]
         if until_done:
             self._options.append("--until-done")
         tasks = [(role, index) for role, count in self._counts.items() for index in range(count)]

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.distributed import DistributedDataset
+from pscluster.coordinator.observed import Training
 
 PLAIN_SECONDS = 2.0
 LIVE_SECONDS = 0.05
@@ -42,6 +43,7 @@ class ProgressLine:
         unit: what is counted.
         data: the dataset that is gone through: says how much time goes into waiting for it.
         done: steps that were done before.
+        tells: also show it on the live page.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ProgressLine:
         unit: str = "step",
         data: DistributedDataset | None = None,
         done: int = 0,
+        tells: bool = True,
     ) -> None:
         self._coordinator = coordinator
         self._total = total
@@ -64,6 +67,7 @@ class ProgressLine:
         self._done = self._before = done
         self._examples = 0
         self._begin = time.monotonic()
+        self._tells = tells
         self._said = -math.inf
         self._live: Progress | None = None
         if self._console.is_terminal or _is_notebook(self._console):
@@ -103,11 +107,15 @@ class ProgressLine:
         """
         self._done += steps
         self._examples += examples
+        shown = {**({} if loss is None else {"loss": loss}), **(logs or {})}
+        if self._tells:
+            training = Training(self._label.strip(), self._done, self._total, self._unit, shown)
+            self._coordinator.strategy.observed.trained(training)
         now = time.monotonic()
         if now - self._said < (PLAIN_SECONDS if self._live is None else LIVE_SECONDS) and self._done != self._total:
             return
         self._said = now
-        text = self._text({**({} if loss is None else {"loss": loss}), **(logs or {})}, now - self._begin)
+        text = self._text(shown, now - self._begin)
         if self._live is not None:
             self._live.update(self._task, completed=self._done, description=escape(self._label + text))
         else:

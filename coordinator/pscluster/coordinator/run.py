@@ -42,6 +42,7 @@ from pscluster.coordinator.local_cluster import (
     child_environ,
 )
 from pscluster.core.errors import ConfigurationError
+from pscluster.core.process import configure_logging
 from pscluster.core.serving import METRICS_PORT_VARIABLE
 from pscluster.core.trust import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
 
@@ -136,6 +137,9 @@ def run_script(
     num_workers: int = 1,
     max_restarts: int = 10,
     log_level: str = "WARNING",
+    log_format: str = "text",
+    dashboard: bool = False,
+    dashboard_address: str | None = None,
     env: Mapping[str, str] | None = None,
     token: str | None = None,
     allow_pickle: bool | None = None,
@@ -150,9 +154,10 @@ def run_script(
     Args:
         script: a Python file.
         args: the script's arguments.
-        max_restarts, log_level, env, token, allow_pickle: as of `LocalCluster`; the last three are the script's too.
+        max_restarts, log_level, log_format, env, token, allow_pickle: as of `LocalCluster`; the last four are the script's too.
         functions_from: folders and packages whose functions the roles take without pickles, as well as those of the
             script's folder. Default: see docs/security.md.
+        dashboard, dashboard_address: whether the coordinator shows the live page, and where; see `Dashboard`.
         grace: seconds that the roles have to end in by themselves when the script has ended, and the script
             after SIGTERM if a role was given up.
         metrics_port: where the coordinator serves its metrics: 0: any free port, as the roles; None: nobody does.
@@ -178,6 +183,7 @@ def run_script(
                 max_restarts=max_restarts,
                 env=env,
                 log_level=log_level,
+                log_format=log_format,
                 token=token,
                 allow_pickle=allow_pickle,
                 _command=_role_command,
@@ -187,11 +193,17 @@ def run_script(
             return _complain(str(error), 2)
         if allow_pickle is not None:
             env[PICKLE_VARIABLE] = str(int(allow_pickle))
-        return _run(command, [os.fspath(script), *args], cluster, env, grace, inbox)
+        if log_format != "text":
+            configure_logging("run", "WARNING", log_format)
+        options = ["--log-format", log_format] if log_format != "text" else []
+        options += ["--dashboard"] if dashboard else []
+        options += ["--dashboard-address", dashboard_address] if dashboard_address is not None else []
+        return _run(command, options, [os.fspath(script), *args], cluster, env, grace, inbox)
 
 
 def _run(
     command: Sequence[str],
+    options: Sequence[str],
     arguments: Sequence[str],
     cluster: LocalCluster,
     env: Mapping[str, str],
@@ -201,7 +213,7 @@ def _run(
     code: int | None = None
     try:
         with _SignalDesk(inbox) as desk, cluster:
-            command = [*command, *cluster.hand_over_port("chief", 0), *arguments]
+            command = [*command, *cluster.hand_over_port("chief", 0), *options, *arguments]
             code = _run_to_end(command, cluster, env, grace, inbox, desk)
             # If no role is on its way out by now, none was told to be: the script never got as far as a job.
             if code >= 0 and cluster.wait_first_end(min(grace, _FIRST_END_SECONDS)):

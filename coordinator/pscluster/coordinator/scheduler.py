@@ -103,6 +103,7 @@ class WorkerState(Generic[P]):
     limbo: list[Task[P]] = field(default_factory=list)
     sent_count: int = 0
     seconds: float | None = None  # of a function, smoothed
+    done: int = 0  # functions that returned, since the beginning
 
     @property
     def window(self) -> int:
@@ -259,6 +260,7 @@ class Scheduler(Generic[P]):
         if task is None:
             return None
         worker.seconds = seconds if worker.seconds is None else worker.seconds + _SMOOTHING * (seconds - worker.seconds)
+        worker.done += 1
         self._end(task, State.DONE)
         return task
 

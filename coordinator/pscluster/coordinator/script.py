@@ -14,20 +14,14 @@ from pathlib import Path
 
 import click
 
+from pscluster.coordinator.options import dashboard_options
 from pscluster.coordinator.settings import set_process_options
 from pscluster.coordinator.strategy import ParameterServerStrategy, close_all
 from pscluster.core.cluster import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import arm
-from pscluster.core.process import complain, configure_logging, main_of, tune_allocator
-from pscluster.core.serving import (
-    RoleOptions,
-    expect_type,
-    log_level_option,
-    on_parents_death,
-    options_of_environ,
-    role_options,
-)
+from pscluster.core.process import complain, configure_logging, log_options, main_of, tune_allocator
+from pscluster.core.serving import RoleOptions, expect_type, on_parents_death, options_of_environ, role_options
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +46,7 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
     if config.task is not None:
         expect_type(config.task, role)
     set_process_options(options)
-    configure_logging(name, options.log_level)
+    configure_logging(name, options.log_level, options.log_format)
     tune_allocator()
     arm(role)
     stopped: list[str] = []
@@ -125,6 +119,7 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 @click.command("coordinator", context_settings=_SETTINGS, help="Run SCRIPT as the coordinator that TF_CONFIG names.")
+@dashboard_options(shown=False)
 @role_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -134,12 +129,13 @@ def command(script: str, args: tuple[str, ...], options: RoleOptions) -> None:
 
 
 @click.command("evaluator", context_settings=_SETTINGS, help="Run SCRIPT as the evaluator of TF_CONFIG.")
-@log_level_option
+@log_options()
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def evaluator_command(script: str, args: tuple[str, ...], log_level: str) -> None:
+def evaluator_command(script: str, args: tuple[str, ...], log_level: str, log_format: str) -> None:
     """Run this process' task."""
-    _end(run_coordinator(script, args, replace(options_of_environ(role="tool"), log_level=log_level), "evaluator"))
+    options = replace(options_of_environ(role="tool"), log_level=log_level, log_format=log_format)
+    _end(run_coordinator(script, args, options, "evaluator"))
 
 
 def _end(code: int) -> None:

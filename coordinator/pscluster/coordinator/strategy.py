@@ -12,6 +12,7 @@ import logging
 import operator
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from pscluster.coordinator.job_progress import TRAINING, JobProgress
 from pscluster.coordinator.links import PsLink
 from pscluster.coordinator.live_job import LiveJob, continue_job, default_job_name
 from pscluster.coordinator.local_cluster import LocalCluster
+from pscluster.coordinator.observed import Observed
 from pscluster.coordinator.partitioners import partition_for
 from pscluster.coordinator.pinned import prefix_of
 from pscluster.coordinator.placement import Placer
@@ -51,6 +53,7 @@ from pscluster.core.identity import fresh_id, make_identity
 from pscluster.core.node import Role
 from pscluster.core.serving import RoleOptions, RoleServer, listen_address, serve_metrics
 from pscluster.core.telemetry.exposition import MetricsServer
+from pscluster.core.tls import CERTIFICATE, KEY
 from pscluster.core.tokens import call_metadata
 from pscluster.core.trust import Trust, asked_for, trust_of
 from pscluster.ps.client import PsClient
@@ -65,6 +68,7 @@ from pscluster.worker.strategy import Strategy
 
 if TYPE_CHECKING:
     from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
+    from pscluster.coordinator.dashboard import Dashboard
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +157,10 @@ class ParameterServerStrategy(Strategy):
         self._metrics: MetricsServer | None = None
         self._server: RoleServer | None = None
         self._servers: list[PsLink] = []
+        self._pages: list[Dashboard] = []
 
+        self.observed = Observed()
+        """What has happened, for who looks on."""
         self.job = fresh_id()
         self._live = LiveJob()
         self._progress = JobProgress(self)
@@ -182,8 +189,13 @@ class ParameterServerStrategy(Strategy):
             epoch=1,
             take_over=take_over,
         )
+        self.token = token
+        self.peers = [*ps, *self._workers]
+        """All tasks but this one."""
         try:
             options = options.with_credentials(token, tls)
+            if options.dashboard:
+                self._show(options)
             self._metrics = serve_metrics(self.telemetry, options)
             self._server = self._serve(spec, options)
             wait_for_peers([*ps, *self._workers], self.identity, self._metadata, timeout=timeout, purpose="coordinator")
@@ -205,6 +217,17 @@ class ParameterServerStrategy(Strategy):
         # What was registered last runs first: the job is ended before the LocalCluster, made before it, is stopped.
         atexit.unregister(close_all)
         atexit.register(close_all, "the coordinator's script has ended")
+
+    def _show(self, options: RoleOptions) -> None:
+        """The live page."""
+        from pscluster.coordinator.dashboard import Dashboard  # it needs this module, and a moment to load
+
+        address, tls = options.dashboard_address, options.tls
+        certificate = key = None
+        if address is not None and tls is not None and not is_loopback(address.rpartition(":")[0]):
+            certificate, key = tls.folder / CERTIFICATE, tls.folder / KEY
+        page = Dashboard(self, address, certificate=certificate, key=key, insecure=options.insecure)
+        logger.info("the live page is at %s", page.url)
 
     def _serve(self, spec: ClusterSpec, options: RoleOptions) -> RoleServer | None:
         """Answer health checks and status questions, where the cluster gives the coordinator an address."""
@@ -234,7 +257,7 @@ class ParameterServerStrategy(Strategy):
 
     async def _attach(self, peers: Sequence[PeerAddress], must_hold: Sequence[int]) -> None:
         servers = [
-            PsLink(peer, self._metadata, self._attach_request, self._declare_again, holding)
+            PsLink(peer, self._metadata, self._attach_request, self._declare_again, holding, self.observed)
             for peer, holding in zip(peers, must_hold, strict=True)
         ]
         try:
@@ -311,6 +334,7 @@ class ParameterServerStrategy(Strategy):
             max_attempts=max_attempts,
             worker_lease=worker_lease,
             counts=self.counts,
+            observed=self.observed,
         )
         self._dispatcher = dispatcher
         loop.run(dispatcher.start())
@@ -322,6 +346,9 @@ class ParameterServerStrategy(Strategy):
             if self._closed:
                 return
             self._closed = True
+        self.observed.tell("coordinator", "note", f"the job is over: {reason}")
+        for page in self._pages:
+            page.close()
         if self.positions is not None:
             self.positions.close()
         dispatcher = self._dispatcher
@@ -353,6 +380,27 @@ class ParameterServerStrategy(Strategy):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def connected(self) -> bool:
+        """Have all tasks answered, and is the job not over?"""
+        return self in _open
+
+    @property
+    def job_name(self) -> str:
+        """By which the servers know the job."""
+        return self._attach_request.job_name
+
+    def out_of_reach(self, server: PeerAddress) -> float:
+        """Seconds for which a parameter server is; 0: it is there."""
+        for link in self._servers:
+            if link.peer == server and link.gone_since:
+                return time.monotonic() - link.gone_since
+        return 0.0
+
+    def show_until_closed(self, page: Dashboard) -> None:
+        """A live page shows this job; it is closed when this is."""
+        self._pages.append(page)
 
     @property
     def dispatcher(self) -> Dispatcher | None:
@@ -562,6 +610,12 @@ class _CoordinatorRole(Role):
         reply.state = "coordinating" if connected else "waiting for tasks"
         if strategy is not None and strategy._dispatcher is not None:
             reply.detail = strategy._dispatcher.describe()
+            seen = strategy._dispatcher.look()
+            reply.functions_waiting, reply.functions_running, reply.functions_done = (
+                seen.waiting,
+                seen.in_flight,
+                seen.done,
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,13 @@ class PeerAddress:
     address: str
     tls: Tls | None = field(default=None, compare=False, repr=False)  # how it is dialled
 
+    @property
+    def task(self) -> str:
+        """Its name, such as "worker 2"."""
+        return f"{self.role} {self.index}"
+
     def __str__(self) -> str:
-        return f"{self.role} {self.index} at {self.address}"
+        return f"{self.task} at {self.address}"
 
     def check_plain(self, token: str | None, *, insecure: bool) -> None:
         """ConfigurationError if the token would be sent there as anybody on the way can read it."""
@@ -160,7 +165,8 @@ def wait_for_peers(
 ) -> None:
     """Shake hands with all the peers, however late they start.
 
-    Logs who is missing whenever that changes and, as a warning, once it has lasted. Raises UnavailableError,
+    Logs who is missing whenever that changes and, as a warning, what is seen of them once it has lasted, and when that
+    changes. Raises UnavailableError,
     naming the missing and what was seen of each, when `timeout` seconds have passed or `stop` is set; a refusal
     (token, certificate, version, another role) is raised at once: waiting does not mend it.
     """
@@ -170,6 +176,7 @@ def wait_for_peers(
     began = time.monotonic()
     remind_at = began + _REMIND_SECONDS
     last_said: list[PeerAddress] = []
+    last_seen = ""
     prefix = f"{purpose}: " if purpose else ""
 
     def greet(peer: PeerAddress) -> bool:
@@ -183,7 +190,7 @@ def wait_for_peers(
         return True
 
     def try_once() -> None:
-        nonlocal last_said, remind_at
+        nonlocal last_said, last_seen, remind_at
         asked = list(missing)
         for peer, answers in zip(asked, pool.map(greet, asked), strict=True):
             if answers:
@@ -195,7 +202,9 @@ def wait_for_peers(
                 logger.info("%swaiting for %s", prefix, ", ".join(map(str, names)))
             if now >= remind_at and not stop.is_set():
                 remind_at = now + _REMIND_SECONDS
-                logger.warning("%sstill waiting after %.0f s for %s", prefix, now - began, _seen(names))
+                if (seen := _seen(names)) != last_seen:  # what stays as it is is said once
+                    last_seen = seen
+                    logger.warning("%sstill waiting after %.0f s for %s", prefix, now - began, seen)
             raise UnavailableError("not all are there")
 
     retrying = tenacity.Retrying(

@@ -29,6 +29,7 @@ from pscluster.core.errors import BusyError, ProtocolError, StaleError
 from pscluster.core.fault_points import reach
 from pscluster.core.identity import check_version
 from pscluster.core.limits import MAX_COUNT, check_count, check_name, one_line
+from pscluster.core.process import memory_bytes
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,9 @@ class Role:
         """What it remembers of the last functions and requests. Not under the node's lock."""
         return ()
 
+    def describe_load(self, reply: node_pb2.StatusReply, busiest: int) -> None:
+        """Fill in so many of what is used most. Not under the node's lock."""
+
 
 @dataclass
 class _Streams:
@@ -173,6 +177,7 @@ class NodeService:
         """How this task does."""
         reply = node_pb2.StatusReply(identity=self.identity, uptime_seconds=time.monotonic() - self._started)
         reply.metrics_address = self.metrics_address
+        reply.memory_bytes = memory_bytes()
         with self._lock:
             reply.coordinator = self._attachment.holder if self._attachment.held else ""
             reply.state = "serving" if self._attachment.held else "waiting for a coordinator"
@@ -181,6 +186,8 @@ class NodeService:
             self._role.describe(reply)
         if request.recorded:
             reply.recorded.extend(self._role.recorded())
+        if request.busiest:
+            self._role.describe_load(reply, request.busiest)
         reply.clock = time.monotonic()
         return reply
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
+import json
 import logging
+import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -28,15 +33,97 @@ def tune_allocator() -> None:
         mallopt(-2, 64 << 20)  # M_TOP_PAD
 
 
-def configure_logging(who: str, level: str) -> None:
-    """Log to stderr, each line with the time and who speaks. For processes of ours, never for a library user's."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format=f"%(asctime)s {who} %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+LOG_FORMATS = ("text", "json")
+LOG_FORMAT_VARIABLE = "PSCLUSTER_LOG_FORMAT"
+
+
+def log_options(level: str = "INFO", of: str = "Of what it writes to standard error.") -> Callable[[Any], Any]:
+    """Click options of the log, with this level unless it is said or in the environment."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        command = click.option(
+            "--log-format",
+            envvar=LOG_FORMAT_VARIABLE,
+            default="text",
+            show_default=True,
+            type=click.Choice(LOG_FORMATS),
+            help=f"Lines for people, or an object a line. Or ${LOG_FORMAT_VARIABLE}.",
+        )(command)
+        return click.option(
+            "--log-level",
+            envvar="PSCLUSTER_LOG_LEVEL",
+            default=level,
+            show_default=True,
+            type=click.Choice(LOG_LEVELS, case_sensitive=False),
+            help=f"{of} Or $PSCLUSTER_LOG_LEVEL.",
+        )(command)
+
+    return decorate
+
+
+def configure_logging(who: str, level: str, form: str = "text") -> None:
+    """Log to stderr, a line an event. For processes of ours, never for a library user's.
+
+    Args:
+        who: who speaks, such as "ps/0".
+        level: logging's name of one.
+        form: "text", for people; or "json": an object a line, with what `bind_log` has bound.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(who) if form == "json" else _TextFormatter(who))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+_bound: dict[str, str | int] = {}
+
+
+def bind_log(**values: str | int) -> None:
+    """Have this in every line of the log from now on, where lines have room for it: which process this is."""
+    _bound.update(values)
+
+
+class _TextFormatter(logging.Formatter):
+    """The time, who speaks, the level, the message on one line; behind it the traceback of an exception, as usual."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
+        # What others have named must not look like a line of ours.
+        record.message = " | ".join(record.message.splitlines())
+        return super().formatMessage(record)
+
+
+class _JsonFormatter(logging.Formatter):
+    """An object a line: time in UTC, level, who, what is bound, the message, and a traceback where there is one."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self._who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line = {
+            "time": when.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "who": self._who,
+            **_bound,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process, now; 0 where the system does not say (elsewhere than on Linux)."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def main_of(command: click.Command) -> None:

@@ -36,7 +36,7 @@ from pscluster.core.doorkeeper import Doorkeeper
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.limits import connections, raise_descriptor_limit, server_options
 from pscluster.core.node import NodeService, Role
-from pscluster.core.process import configure_logging, tune_allocator
+from pscluster.core.process import bind_log, configure_logging, log_options, tune_allocator
 from pscluster.core.rpc import generic_handler
 from pscluster.core.telemetry import Telemetry
 from pscluster.core.telemetry.exposition import MetricsServer
@@ -81,6 +81,9 @@ class RoleOptions:
     metrics_host: str = _LOOPBACK
     allow_pickle: bool | None = None
     functions_from: tuple[str, ...] = ()
+    log_format: str = "text"
+    dashboard: bool = False
+    dashboard_address: str | None = None
 
     def with_credentials(self, token: str | None, tls: Tls | None) -> RoleOptions:
         """The same with others."""
@@ -120,15 +123,6 @@ def options_of_environ(environ: Mapping[str, str] = os.environ, role: str = "coo
         metrics_port=metrics_port_of(environ.get(METRICS_PORT_VARIABLE) or "0"),
         metrics_host=environ.get(METRICS_HOST_VARIABLE) or _LOOPBACK,
     )
-
-
-log_level_option = click.option(
-    "--log-level",
-    default="INFO",
-    show_default=True,
-    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
-    help="Of what it writes to standard error.",
-)
 
 
 tls_option = click.option(
@@ -212,7 +206,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             show_default=True,
             help=f"The host of that; off loopback the cluster token is asked for. Or ${METRICS_HOST_VARIABLE}.",
         ),
-        log_level_option,
+        log_options(),
     ]
 
     @functools.wraps(command)  # also hands on the options that the command has of its own
@@ -343,6 +337,7 @@ class RoleServer:
         self._serving = False
         self._metrics: MetricsServer | None = None
         raise_descriptor_limit()
+        bind_log(role=identity.role, index=identity.index, incarnation=f"{identity.incarnation:016x}", pid=os.getpid())
         self.node = NodeService(identity, role, on_job_end, options.coordinator_timeout)
         self._health = health.HealthServicer(
             experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1)
@@ -482,7 +477,7 @@ def run_role(
 
     `serve` starts the role and returns what drains and closes it.
     """
-    configure_logging(f"{role_name}/{index}", options.log_level)
+    configure_logging(f"{role_name}/{index}", options.log_level, options.log_format)
     tune_allocator()
     fault_points.arm(role_name)
     stop = StopRequest()

@@ -44,10 +44,28 @@ class HelloReply(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., holding: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("recorded",)
+    __slots__ = ("busiest", "recorded")
+    BUSIEST_FIELD_NUMBER: _ClassVar[int]
     RECORDED_FIELD_NUMBER: _ClassVar[int]
+    busiest: int
     recorded: bool
-    def __init__(self, recorded: bool = ...) -> None: ...
+    def __init__(self, busiest: _Optional[int] = ..., recorded: bool = ...) -> None: ...
+
+class VariableLoad(_message.Message):
+    __slots__ = ("name", "bytes", "reads", "read_bytes", "updates", "update_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bytes: int
+    reads: int
+    read_bytes: int
+    updates: int
+    update_bytes: int
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ..., updates: _Optional[int] = ..., update_bytes: _Optional[int] = ...) -> None: ...
 
 class Recorded(_message.Message):
     __slots__ = ("run", "asked", "served")
@@ -115,7 +133,7 @@ class Recorded(_message.Message):
     def __init__(self, run: _Optional[_Union[Recorded.Run, _Mapping]] = ..., asked: _Optional[_Union[Recorded.Asked, _Mapping]] = ..., served: _Optional[_Union[Recorded.Served, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates", "metrics_address", "clock", "recorded")
+    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates", "memory_bytes", "requests", "bytes_in", "bytes_out", "busiest", "function_seconds", "waited_seconds", "functions_waiting", "metrics_address", "clock", "recorded")
     class LostUpdatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +151,14 @@ class StatusReply(_message.Message):
     FUNCTIONS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     LOST_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    BUSIEST_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FUNCTIONS_WAITING_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     RECORDED_FIELD_NUMBER: _ClassVar[int]
@@ -146,10 +172,18 @@ class StatusReply(_message.Message):
     functions_running: int
     detail: str
     lost_updates: _containers.ScalarMap[str, int]
+    memory_bytes: int
+    requests: int
+    bytes_in: int
+    bytes_out: int
+    busiest: _containers.RepeatedCompositeFieldContainer[VariableLoad]
+    function_seconds: float
+    waited_seconds: float
+    functions_waiting: int
     metrics_address: str
     clock: float
     recorded: _containers.RepeatedCompositeFieldContainer[Recorded]
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., functions_waiting: _Optional[int] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("coordinator", "job", "num_workers", "seed", "lineage", "epoch", "job_name", "take_over", "holding", "closed", "finished_starts", "finished_stops", "holdings", "ps_timeout")

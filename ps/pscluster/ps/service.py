@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -42,6 +43,10 @@ _MAX_NAME = 64
 _CUT_OFF = "the stream ended before its last frame: nothing was applied"
 
 _MAX_PUSH_BYTES = 1 << 46  # what is received is bounded by the items' sizes; this bounds the declaration
+
+
+MAX_BUSIEST = 256
+"""Of so many variables at most does a status tell."""
 
 
 class ParameterServerRole(Role):
@@ -153,8 +158,18 @@ class ParameterServerRole(Role):
         reply.variables, reply.variable_bytes = self.store.totals()
         reply.detail = f"{self.store.remembered} updates remembered; {self.keeper.words}"
         reply.lost_updates.update(self.store.lost)
+        reply.requests = sum(self.counts.pulls.counts) + sum(self.counts.pushes.counts)
+        reply.bytes_in, reply.bytes_out = self.counts.pushed_bytes, self.counts.pulled_bytes
         if self.waiting:
             reply.state = "restored, waiting for its coordinator"
+
+    def describe_load(self, reply: node_pb2.StatusReply, busiest: int) -> None:
+        """The variables of which most bytes were read and updated."""
+        most, traffic = min(busiest, MAX_BUSIEST), self.store.traffic()
+        found = heapq.nlargest(most, traffic, key=lambda each: each[2].pulled_bytes + each[2].pushed_bytes)
+        for name, nbytes, counts in found:
+            load = reply.busiest.add(name=name, bytes=nbytes, reads=counts.pulls, read_bytes=counts.pulled_bytes)
+            load.updates, load.update_bytes = counts.pushes, counts.pushed_bytes
 
     def recorded(self) -> Iterator[node_pb2.Recorded]:
         """Requests."""

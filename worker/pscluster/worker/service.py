@@ -97,8 +97,9 @@ class WorkerRole(Role):
             old.close()
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
-        """Functions done and running."""
+        """Functions done and running, and the time in them."""
         reply.functions_done, reply.functions_running, _ = self.functions()
+        reply.function_seconds, reply.waited_seconds = self.counts.runs.total, self.counts.data_seconds
 
     def functions(self) -> tuple[int, int, int]:
         """How many have ended here, however they did; how many run now; and how many wait here behind those."""

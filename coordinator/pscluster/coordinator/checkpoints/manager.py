@@ -38,6 +38,7 @@ from pscluster.coordinator.checkpoints.index import (
 )
 from pscluster.coordinator.job_progress import NAME as PROGRESS
 from pscluster.coordinator.job_progress import TRAINING
+from pscluster.coordinator.observed import Saved
 from pscluster.coordinator.positions import NAME as POSITIONS
 from pscluster.core.errors import (
     CheckpointError,
@@ -262,14 +263,17 @@ class MarkedCheckpoint:
 
     def write(self, path: str) -> str:
         """Have it written; see `Checkpoint.write`."""
-        counts, begin = self._strategy.counts, time.monotonic()
+        counts, begin, observed = self._strategy.counts, time.monotonic(), self._strategy.observed
         try:
             self._write(path)
-        except BaseException:
+        except BaseException as error:
             counts.checkpoints_failed += 1
+            observed.tell("coordinator", "error", f"the checkpoint {path} was not written: {error}")
             raise
-        counts.checkpoints.add(time.monotonic() - begin)
-        counts.checkpoint_bytes, counts.checkpoint_at = self.index.nbytes, time.time()
+        seconds, now = time.monotonic() - begin, time.time()
+        counts.checkpoints.add(seconds)
+        counts.checkpoint_bytes, counts.checkpoint_at = self.index.nbytes, now
+        observed.saved(Saved(path, now, seconds, self.index.pause_seconds, self.index.nbytes))
         return path
 
     def _write(self, path: str) -> None:

@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.datasets import PerWorkerDataset
 from pscluster.coordinator.distributed import DataPart, DistributedDataset
+from pscluster.coordinator.observed import Training
 from pscluster.coordinator.progress import ProgressLine, choose_console
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
@@ -373,7 +374,13 @@ class Fit:
         with contextlib.ExitStack() as stack:
             if self._verbose == 1:
                 line = ProgressLine(
-                    self._coordinator, feed.per_epoch, label=label, unit=feed.unit, data=feed.data, done=done
+                    self._coordinator,
+                    feed.per_epoch,
+                    label=label,
+                    unit=feed.unit,
+                    data=feed.data,
+                    done=done,
+                    tells=False,
                 )
                 self._line = stack.enter_context(line)
             stack.callback(setattr, self, "_line", None)
@@ -460,11 +467,17 @@ class Fit:
                 self._callbacks.on_train_batch_end(batch, dict(zip(names, row, strict=True)))
         self._batches += steps
         self._training.steps = self._batches
+        shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if steps else {}
+        self._tell(shown)
         if self._line is not None:
-            shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if steps else {}
             self._line.update(work.units, examples=work.examples, logs=shown)
         if not self._final:
             self._resize(worker, begin, end)
+
+    def _tell(self, logs: Logs) -> None:
+        """Who looks on how far it is."""
+        label, observed = f"epoch {self._state.epoch + 1}/{self._epochs}", self._coordinator.strategy.observed
+        observed.trained(Training(label, self._batches, self._training.params.get("steps"), "step", logs))
 
     def _resize(self, worker: int, begin: float, end: float) -> None:
         """A function was there from `begin` to `end`, by its clock: is it known now how many steps one should take?"""

@@ -1,0 +1,338 @@
+// The live page: takes pictures of the job from /events and writes them into the page. What comes is data: it is set as
+// text, and never becomes markup. Rows stay the same elements, so that what is focused, open or selected stays so.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const tenth = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+const clock = new Intl.DateTimeFormat("en-GB", { timeStyle: "medium" });
+
+const count = (value) => (Math.abs(value) < 100 && value % 1 ? tenth : whole).format(value);
+const percent = (share) => whole.format(100 * share) + " %";
+const at = (seconds) => clock.format(new Date(1000 * seconds));
+
+function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
+  return (unit ? tenth : whole).format(value) + " " + units[unit];
+}
+
+function duration(seconds) {
+  if (seconds < 1e-3) return tenth.format(1e6 * seconds) + " µs";
+  if (seconds < 1) return tenth.format(1e3 * seconds) + " ms";
+  if (seconds < 120) return tenth.format(seconds) + " s";
+  if (seconds < 7200) return whole.format(seconds / 60) + " min";
+  return tenth.format(seconds / 3600) + " h";
+}
+
+function number(value) {
+  if (typeof value === "string") return value;  // "nan", "inf"
+  return value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6) ? value.toExponential(3)
+    : String(Number(value.toPrecision(4)));
+}
+
+function set(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function make(tag, text, name) {
+  const element = document.createElement(tag);
+  if (text !== undefined) element.textContent = text;
+  if (name) element.className = name;
+  return element;
+}
+
+// Elements for items, by key: those that are there are filled anew, the others made or removed; in the items' order.
+function keyed(parent, items, key, create, fill) {
+  const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  let place = parent.firstElementChild;
+  for (const item of items) {
+    const name = String(key(item));
+    let element = known.get(name);
+    if (!element) {
+      element = create(item);
+      element.dataset.key = name;
+    }
+    known.delete(name);
+    fill(element, item);
+    if (element === place) place = place.nextElementSibling;
+    else parent.insertBefore(element, place);
+  }
+  for (const element of known.values()) element.remove();
+}
+
+// Tables. A column: heading, class of its cells, and what fills a cell, which may give its text.
+function table(id, columns, empty) {
+  const holder = document.querySelector(`#${id} .table`);
+  const title = document.querySelector(`#${id} h2`).textContent;
+  const nothing = make("p", empty, "empty");
+  const element = make("table");
+  element.setAttribute("role", "table");
+  element.setAttribute("aria-label", title);
+  const head = element.createTHead();
+  const row = head.insertRow();
+  head.setAttribute("role", "rowgroup");
+  row.setAttribute("role", "row");
+  for (const [heading, name] of columns) {
+    const cell = make("th", heading, name);
+    cell.scope = "col";
+    cell.setAttribute("role", "columnheader");
+    row.append(cell);
+  }
+  const body = element.createTBody();
+  body.setAttribute("role", "rowgroup");
+  holder.append(nothing, element);
+
+  function create() {
+    const made = make("tr");
+    made.setAttribute("role", "row");
+    columns.forEach(([heading, name], index) => {
+      const cell = make(index ? "td" : "th", undefined, name);
+      if (index) cell.dataset.label = heading; else cell.scope = "row";
+      cell.setAttribute("role", index ? "cell" : "rowheader");
+      made.append(cell);
+    });
+    return made;
+  }
+  return (items, key) => {
+    nothing.hidden = items.length > 0;
+    element.hidden = !items.length;
+    keyed(body, items, key, create, (made, item) => columns.forEach(([, , fill], index) => {
+      const cell = made.cells[index];
+      const text = fill(item, cell);
+      if (text !== undefined) set(cell, text);
+      if (index) cell.classList.toggle("empty-cell", !cell.textContent);
+    }));
+  };
+}
+
+function tagged(cell, text, tag) {
+  if (cell.dataset.text === text + "\n" + tag) return;
+  cell.dataset.text = text + "\n" + tag;
+  cell.replaceChildren(text);
+  if (tag) cell.append(make("span", tag, "tag"));
+}
+
+function state(row, cell) {
+  cell.className = "state " + row.good;
+  return row.state;
+}
+
+function share(row, cell) {
+  if (!cell.firstChild) {
+    const holder = make("div");
+    const meter = make("meter");
+    meter.setAttribute("aria-hidden", "true");
+    holder.append(meter, make("span"));
+    cell.append(holder);
+  }
+  const [meter, text] = cell.firstChild.children;
+  meter.value = row.share;
+  set(text, percent(row.share));
+}
+
+function story(row, cell) {
+  const lines = row.story.filter((event, index) => index < 4)
+    .map((event) => `${at(event.time)} ${event.text}`);
+  if (row.deaths) lines.unshift(row.deaths === 1 ? "lost once" : `lost ${row.deaths} times`);
+  if (cell.dataset.text === lines.join("\n")) return;
+  cell.dataset.text = lines.join("\n");
+  const holder = make("div");
+  holder.append(...lines.map((line) => make("span", line)));
+  cell.replaceChildren(...(lines.length ? [holder] : []));
+}
+
+const optional = (value, write) => (value === null || value === undefined ? "" : write(value));
+
+const showWorkers = table("workers", [
+  ["Worker", "", (row, cell) => { cell.title = row.name || row.address; tagged(cell, row.task, row.straggler ? "straggler" : ""); }],
+  ["State", "state", state],
+  ["Runs", "", (row) => row.runs && (row.quiet >= 5 ? `${row.runs}, for ${duration(row.quiet)}` : row.runs)],
+  ["Functions/s", "number", (row) => count(row.rate)],
+  ["Time each", "number", (row) => optional(row.seconds, duration)],
+  ["Beside others", "number", (row) => optional(row.slower, (value) => `${tenth.format(value)} ×`)],
+  ["In functions", "number", (row) => percent(row.busy)],
+  ["For data", "number", (row) => percent(row.waited)],
+  ["Done", "number", (row) => whole.format(row.done)],
+  ["Memory", "number", (row) => optional(row.memory, bytes)],
+  ["Up", "number", (row) => optional(row.up_seconds, duration)],
+  ["Story", "story", story],
+], "No workers.");
+
+const showServers = table("servers", [
+  ["Server", "", (row, cell) => { cell.title = row.name || row.address; tagged(cell, row.task, row.hot ? "hot" : ""); }],
+  ["State", "state", (row, cell) => { cell.title = row.detail; return state(row, cell); }],
+  ["Requests/s", "number", (row) => count(row.requests)],
+  ["In/s", "number", (row) => bytes(row.bytes_in)],
+  ["Out/s", "number", (row) => bytes(row.bytes_out)],
+  ["Share of load", "share", share],
+  ["Shards", "number", (row) => whole.format(row.shards)],
+  ["Held", "number", (row) => bytes(row.held)],
+  ["Memory", "number", (row) => optional(row.memory, bytes)],
+  ["Up", "number", (row) => optional(row.up_seconds, duration)],
+  ["Story", "story", story],
+], "No servers.");
+
+const showVariables = table("variables", [
+  ["Variable", "", (row, cell) => tagged(cell, row.name, row.hot ? "hot" : "")],
+  ["Share of bytes", "share", share],
+  ["Read/s", "number", (row) => bytes(row.read_bytes)],
+  ["Written/s", "number", (row) => bytes(row.update_bytes)],
+  ["Reads/s", "number", (row) => count(row.reads)],
+  ["Updates/s", "number", (row) => count(row.updates)],
+  ["Held", "number", (row) => bytes(row.held)],
+  ["On", "", (row) => row.servers.map(([server, part]) => `${server} ${percent(part)}`).join(", ")],
+], "No variables yet.");
+
+const showCheckpoints = table("checkpoints", [
+  ["Checkpoint", "", (row) => row.path],
+  ["Saved at", "number", (row) => at(row.time)],
+  ["Size", "number", (row) => bytes(row.nbytes)],
+  ["Written in", "number", (row) => duration(row.seconds)],
+  ["Functions paused for", "number", (row) => duration(row.pause_seconds)],
+], "None saved by this coordinator.");
+
+function showErrors(errors) {
+  const holder = document.querySelector("#errors .list");
+  keyed(holder, errors.length ? errors : [null], (error) => (error ? error.number : "none"), (error) => {
+    if (!error) return make("p", "None.", "empty");
+    const element = make(error.detail ? "details" : "div");
+    const head = make(error.detail ? "summary" : "p");
+    const when = make("time", at(error.time));
+    when.dateTime = new Date(1000 * error.time).toISOString();
+    head.append(when, make("strong", error.who), " ", make("span", error.text));
+    element.append(head);
+    if (error.detail) element.append(make("pre", error.detail));
+    return element;
+  }, () => {});
+}
+
+function showEvents(events) {
+  keyed(document.querySelector("#happened .list"), events, (event) => event.number, (event) => {
+    const element = make("li");
+    const when = make("time", at(event.time));
+    when.dateTime = new Date(1000 * event.time).toISOString();
+    const names = { down: "bad", error: "bad", up: "ok", retry: "warn" };
+    element.append(when, make("strong", event.who), make("span", event.text, names[event.kind]));
+    return element;
+  }, () => {});
+}
+
+function showTiles(page) {
+  const queue = page.queue;
+  const moved = page.servers.reduce((sum, row) => sum + row.bytes_in + row.bytes_out, 0);
+  const up = page.workers.filter((row) => row.good !== "bad").length;
+  const tiles = [
+    ["Functions/s", count(queue.rate), "", false],
+    ["Workers up", `${up}`, `of ${page.workers.length}`, up < page.workers.length],
+    ["In the queue", whole.format(queue.waiting), "", false],
+    ["With workers", whole.format(queue.running), "", false],
+    ["Done", whole.format(queue.done), "", false],
+    ["Failed", whole.format(queue.failed), `${whole.format(queue.retried)} run again`, queue.failed > 0],
+    ["Moved a second", bytes(moved), "", false],
+    ...page.training.logs.map(([name, value]) => [name, number(value), "", typeof value === "string"]),
+    ["Running for", duration(page.now - page.began), "", false],
+  ];
+  keyed($("tiles"), tiles, ([name]) => name, ([name]) => {
+    const tile = make("div");
+    const value = make("dd");
+    value.append(make("span"), " ", make("small"));
+    tile.append(make("dt", name), value);
+    return tile;
+  }, (tile, [, value, unit, bad]) => {
+    set(tile.lastChild.firstChild, value);
+    set(tile.lastChild.lastChild, unit);
+    tile.classList.toggle("alarm", bad);
+  });
+  const { done, total, unit, label } = page.training;
+  $("progress").hidden = !done;
+  $("bar").hidden = !total;
+  if (total) { $("bar").max = total; $("bar").value = done; }
+  set($("bar-label"), [label, `${unit} ${whole.format(done)}${total ? " of " + whole.format(total) : ""}`]
+    .filter(Boolean).join(", "));
+}
+
+// Charts
+const charts = new Map();
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function chart(id, data, write) {
+  const holder = $(id);
+  let known = charts.get(id);
+  if (!known) {
+    const axis = { stroke: style("--quiet"), grid: { stroke: style("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
+    known = new uPlot({
+      width: holder.clientWidth, height: 190, legend: { show: false }, cursor: { drag: { x: false, y: false } },
+      scales: { x: { time: true }, y: { range: (_, low, high) => (low === null ? [0, 1] : [Math.min(0, low), high > 0 ? 1.08 * high : 1]) } },
+      axes: [{ ...axis, values: (_, times) => times.map((time) => at(time)), space: 80, size: 28 },
+        { ...axis, size: 56, values: (_, values) => values.map(write) }],
+      series: [{}, { stroke: style("--accent"), width: 2, points: { show: false }, spanGaps: true }],
+    }, data, holder);
+    charts.set(id, known);
+  } else {
+    if (known.width !== holder.clientWidth) known.setSize({ width: holder.clientWidth, height: 190 });
+    known.setData(data);
+  }
+}
+
+function showCharts(page) {
+  const { times, rates, losses, loss } = page.series;
+  if (times.length > 1) chart("rate-chart", [times, rates], count);
+  set($("rate-now"), times.length ? `now ${count(page.queue.rate)}` : "");
+  const highest = Math.max(0, ...rates);
+  $("rate-chart").setAttribute("aria-label",
+    `Functions a second over time: now ${count(page.queue.rate)}, at most ${count(highest)}`);
+  const known = losses.filter((value) => typeof value === "number");
+  $("loss-figure").hidden = !known.length;
+  if (known.length) {
+    chart("loss-chart", [times, losses.map((value) => (typeof value === "number" ? value : null))], number);
+    set($("loss-name"), loss);
+    set($("loss-now"), `now ${number(known[known.length - 1])}`);
+    $("loss-chart").setAttribute("aria-label",
+      `${loss} over time: first ${number(known[0])}, now ${number(known[known.length - 1])}`);
+  }
+}
+
+let last = null;
+
+function show(page) {
+  last = page;
+  const health = page.health;
+  document.title = `${{ ok: "✓", warn: "!", bad: "✕", over: "■" }[health.state] || "○"} ${page.job || "pscluster"}`;
+  set($("job"), page.job);
+  $("health").dataset.state = health.state;
+  set($("verdict"), health.text);
+  keyed($("problems"), health.problems, (text) => text.replace(/[\d.,]+/g, "#"), () => make("li"), set);
+  set($("link"), `live, ${at(page.now)}`);
+  showTiles(page);
+  showCharts(page);
+  showWorkers(page.workers, (row) => row.task);
+  showServers(page.servers, (row) => row.task);
+  showVariables(page.variables, (row) => row.name);
+  set($("more-variables"), page.more_variables ? `and ${whole.format(page.more_variables)} more that move less` : "");
+  showErrors(page.errors);
+  showEvents(page.events);
+  showCheckpoints(page.checkpoints, (row) => row.path + row.time);
+  set($("coordinator"), `${page.coordinator}, ${bytes(page.memory)} of memory`);
+}
+
+function lost() {
+  const over = last && last.health.state === "over";
+  set($("link"), last ? `not connected; last seen ${at(last.now)}` : "not connected");
+  if (over) return;
+  $("health").dataset.state = "bad";
+  set($("verdict"), "The coordinator does not answer: what is shown is the last that was seen");
+}
+
+const source = new EventSource("/events");
+source.onmessage = (message) => show(JSON.parse(message.data));
+source.onerror = lost;  // it dials again by itself
+
+function redraw() {
+  for (const [id, known] of charts) { known.destroy(); charts.delete(id); }
+  if (last) showCharts(last);
+}
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+let resized = 0;
+addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => last && showCharts(last), 100); });

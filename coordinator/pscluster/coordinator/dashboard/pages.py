@@ -1,0 +1,204 @@
+"""The live page over HTTP: who may look, and what is sent.
+
+On loopback may look whoever can reach it, by a name of this machine (a page of somebody else's, whose name was made to
+lead here, is refused). Elsewhere whoever has the cluster token: `?token=` once, then a cookie that is none. Nothing can
+be changed here. All that the page loads comes from here, and it may load nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from importlib import resources
+
+from aiohttp import web
+
+from pscluster.coordinator.dashboard.server import CertificateFiles
+from pscluster.coordinator.dashboard.watch import Watch
+from pscluster.core.cluster import is_loopback
+from pscluster.core.tokens import LOOK_SECONDS, Token
+
+MAX_CONNECTIONS = 128
+"""More are closed at once: who opens thousands keeps others from the page, and from nothing else."""
+
+MAX_SESSIONS = 1000
+
+_ASSETS = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+    "/uplot.js": ("uPlot.iife.min.js", "text/javascript"),
+    "/uplot.css": ("uPlot.min.css", "text/css"),
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",  # the address may hold the token
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_LOGIN = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>pscluster</title><link rel="stylesheet" href="/page.css">
+<main><h1>pscluster</h1><p>{}</p>
+<form method="get" action="/"><label>Cluster token <input name="token" type="password" autocomplete="off"></label>
+<button>Look</button></form></main></html>
+"""
+
+
+class _Access:
+    """Who may look. Its own loop's thread only."""
+
+    def __init__(self, loopback: bool, token: str | None) -> None:
+        self._loopback = loopback
+        self._token = None if loopback or token is None else token if isinstance(token, Token) else Token.of([token])
+        self._sessions: dict[str, bytes] = {}  # and the token that each began with
+
+    def is_known_host(self, request: web.Request) -> bool:
+        """Was the page asked for by a name of this machine? Not asked off loopback, where names are the user's."""
+        if not self._loopback:
+            return True
+        host = request.host.lower()
+        name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+        return name in ("localhost", "[::1]") or (name.startswith("127.") and is_loopback(name))
+
+    def is_allowed(self, request: web.Request, cookie: str) -> bool:
+        """Has the caller a session, or the token itself in the header that calls have?"""
+        if self._token is None:
+            return True
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._token.accepts(given.encode()):
+            return True
+        began_with = self._sessions.get(request.cookies.get(cookie, ""))
+        return began_with is not None and self._token.accepts(began_with)  # which may be one of the past by now
+
+    def session(self, given: str) -> str | None:
+        """A new one, for who has the token."""
+        if self._token is None or not self._token.accepts(given.encode()):
+            return None
+        while len(self._sessions) >= MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        name = secrets.token_urlsafe(32)
+        self._sessions[name] = given.encode()
+        return name
+
+
+class Site:
+    """Serves one job's page on a socket until it is asked to stop."""
+
+    def __init__(
+        self, watch: Watch, *, loopback: bool, token: str | None, port: int, files: CertificateFiles | None
+    ) -> None:
+        self._watch = watch
+        self._files = files
+        self._access = _Access(loopback, token)
+        self._cookie = f"pscluster_{port}"  # cookies are a host's, whatever the port
+
+    async def serve(self, listener: socket.socket, ready: Callable[[], None], stop: asyncio.Event) -> None:
+        """Until then. `ready` is called when all is set up."""
+        loop = asyncio.get_running_loop()
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/events", self._events)
+        app.router.add_get("/state.json", self._state)
+        for path, (name, kind) in _ASSETS.items():
+            app.router.add_get(path, _asset(name, kind))
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=30.0, shutdown_timeout=0.5)
+        await runner.setup()
+        assert runner.server is not None  # set up
+        make, served = runner.server, runner.server
+
+        def protocol() -> asyncio.Protocol:
+            return make() if len(served.connections) < MAX_CONNECTIONS else _Full()
+
+        listening = await loop.create_server(
+            protocol, sock=listener, ssl=None if self._files is None else self._files.context
+        )
+        watching = asyncio.create_task(self._watch.run())
+        ready()
+        renewing = asyncio.create_task(self._renew())
+        try:
+            await stop.wait()
+            await self._watch.end()
+        finally:
+            listening.close()
+            for task in (watching, renewing):
+                task.cancel()
+            await asyncio.wait((watching, renewing))
+            self._watch.close()
+            await runner.cleanup()
+            await loop.shutdown_default_executor()
+
+    async def _renew(self) -> None:
+        while self._files is not None:
+            await asyncio.sleep(LOOK_SECONDS)
+            self._files.look_again()
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if not self._access.is_known_host(request):
+            return _plain(421, "This page is asked for by a name of the machine it is on: use 127.0.0.1 or localhost.")
+        if "token" in request.query and request.path == "/":
+            session = self._access.session(request.query["token"])
+            response: web.StreamResponse
+            if session is None and not self._access.is_allowed(request, self._cookie):
+                return _login("That is not the token of this cluster.")
+            response = web.Response(status=303, headers={**_HEADERS, "Location": "/"})  # the token leaves the address
+            if session is not None:
+                response.set_cookie(
+                    self._cookie, session, httponly=True, samesite="Strict", path="/", secure=self._files is not None
+                )
+            return response
+        if not self._access.is_allowed(request, self._cookie):
+            return _login("This cluster asks for its token.")
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _plain(error.status, error.reason)
+
+    async def _state(self, _request: web.Request) -> web.StreamResponse:
+        """What the page shows, once."""
+        text = await self._watch.look()
+        return web.Response(text=text, content_type="application/json", headers=_HEADERS)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """The same, again and again."""
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        with self._watch.looking(), contextlib.suppress(ConnectionError):
+            async for text in self._watch.pictures():
+                await response.write(f"data: {text}\n\n".encode())
+        return response
+
+
+class _Full(asyncio.Protocol):
+    """Of a connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+def _asset(name: str, kind: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    data = resources.files("pscluster.coordinator.dashboard").joinpath("assets", name).read_bytes()
+
+    async def send(_request: web.Request) -> web.StreamResponse:
+        return web.Response(body=data, content_type=kind, charset="utf-8", headers=_HEADERS)
+
+    return send
+
+
+def _plain(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=text + "\n", headers=_HEADERS)
+
+
+def _login(sentence: str) -> web.Response:
+    return web.Response(status=401, text=_LOGIN.format(sentence), content_type="text/html", headers=_HEADERS)

@@ -1,0 +1,185 @@
+"""The live page: its place, and its thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
+from pscluster.core.cluster import is_loopback, split_address
+from pscluster.core.errors import ConfigurationError, PsClusterError
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.strategy import ParameterServerStrategy
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ADDRESS = "127.0.0.1:8477"
+
+_CLOSE_SECONDS = 3.0
+
+
+class CertificateFiles:
+    """A certificate and its key, for connections that come; looked at again when they were renewed."""
+
+    def __init__(self, certificate: str | os.PathLike[str], key: str | os.PathLike[str] | None) -> None:
+        """ConfigurationError if they can't be used."""
+        self._paths = Path(certificate), Path(certificate if key is None else key)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            self._seen = self._stamps()
+            self.context.load_cert_chain(*self._paths)
+        except OSError as error:  # ssl's own, too
+            names = " and ".join(map(str, dict.fromkeys(self._paths)))
+            raise ConfigurationError(f"the live page's certificate can't be used: {names}: {error}") from None
+
+    def _stamps(self) -> list[tuple[int, int]]:
+        return [(found.st_mtime_ns, found.st_ino) for found in (path.stat() for path in self._paths)]
+
+    def look_again(self) -> None:
+        """Take up renewed files; those that can't be used are an error in the log, and those of before stay."""
+        try:
+            stamps = self._stamps()
+            if stamps == self._seen:
+                return
+            self._seen = stamps
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*self._paths)  # not half of it into the other
+            self.context.load_cert_chain(*self._paths)
+        except OSError as error:
+            logger.error("the live page's certificate of before stays: %s", error)
+        else:
+            logger.info("%s was read again", self._paths[0])
+
+
+def _check_off_loopback(address: str, encrypted: bool, token: bool, *, insecure: bool) -> None:
+    """ConfigurationError unless it is safe to listen there, or `insecure`."""
+    if encrypted and token:
+        return
+    if not insecure:
+        why = "without a cluster token" if encrypted else "where all of it, and the token, could be read on the way"
+        raise ConfigurationError(
+            f"refusing to show the live page on {address}, {why}: show it on 127.0.0.1 and use a tunnel (ssh -L), or "
+            "say --insecure"
+        )
+    how, asks = "" if encrypted else " in plain text", "asks for the token" if token else "asks nobody for anything"
+    logger.warning("the live page listens on %s%s (--insecure), and %s", address, how, asks)
+
+
+class Dashboard:
+    """The live page of a job, until it is closed; a context manager. `pscluster run` makes one by itself.
+
+    Args:
+        coordinator: whose job it shows; or the strategy, before there is a coordinator.
+        address: HOST:PORT to listen on; port 0: any that is free. Default: 127.0.0.1:8477, or another port of
+            127.0.0.1 where that is taken.
+        certificate, key: PEM files with which it speaks HTTPS; renewed ones are taken up.
+        insecure: listen elsewhere than on loopback all the same, without a token, or in plain text, which shows the
+            token, if one is asked for, to whoever reads the network.
+
+    Attributes:
+        url: where it is.
+
+    Raises:
+        ConfigurationError: the address is not on loopback, and there is no token, or no certificate, and `insecure` is
+            not given; it is no address; the certificate or key can't be used.
+        PsClusterError: it can't be listened on.
+    """
+
+    def __init__(
+        self,
+        coordinator: ClusterCoordinator | ParameterServerStrategy,
+        address: str | None = None,
+        *,
+        certificate: str | os.PathLike[str] | None = None,
+        key: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        strategy = coordinator.strategy if isinstance(coordinator, ClusterCoordinator) else coordinator
+        host, _ = _place(address or DEFAULT_ADDRESS)
+        token = strategy.token
+        files = None if certificate is None else CertificateFiles(certificate, key)
+        if not is_loopback(host):
+            _check_off_loopback(address or "", files is not None, bool(token), insecure=insecure)
+        self._socket = _listen(address)
+        port = self._socket.getsockname()[1]
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  (it is compared with)
+        scheme = "http" if files is None else "https"
+        self.url = f"{scheme}://[{shown}]:{port}/" if ":" in shown else f"{scheme}://{shown}:{port}/"
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        arguments = strategy, is_loopback(host), token, port, files
+        self._thread = threading.Thread(target=self._run, args=arguments, name="dashboard", daemon=True)
+        self._thread.start()
+        strategy.show_until_closed(self)
+
+    def close(self) -> None:
+        """Who looks is told the last of it; then nothing is served any more. Idempotent."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._ready.wait(_CLOSE_SECONDS)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(_CLOSE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # The thread
+
+    def _run(
+        self,
+        strategy: ParameterServerStrategy,
+        loopback: bool,
+        token: str | None,
+        port: int,
+        files: CertificateFiles | None,
+    ) -> None:
+        try:
+            # Here, since they take a while to load, and nobody else needs them.
+            from pscluster.coordinator.dashboard.pages import Site
+            from pscluster.coordinator.dashboard.watch import Watch
+
+            site = Site(Watch(strategy), loopback=loopback, token=token, port=port, files=files)
+            del strategy  # it may be dropped while it is shown
+            self._loop.run_until_complete(site.serve(self._socket, self._ready.set, self._stop))
+        except Exception:  # the job goes on without it
+            logger.exception("the live page has failed")
+        finally:
+            self._ready.set()
+            self._socket.close()
+            self._loop.close()
+
+
+def _place(address: str) -> tuple[str, int]:
+    """Host and port, which may be 0 here: any that is free."""
+    if address.endswith(":0"):
+        return split_address(f"{address[:-1]}1")[0], 0
+    return split_address(address)
+
+
+def _listen(address: str | None) -> socket.socket:
+    """A socket at the address; at the default one's host where none is given and the default one's port is taken."""
+    host, port = _place(address or DEFAULT_ADDRESS)
+    for number in (port,) if address else (port, 0):
+        try:
+            family = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, number), family=family, backlog=64)
+        except OSError as error:
+            why = error.strerror or str(error)
+    raise PsClusterError(
+        f"the live page can't be shown on {address or DEFAULT_ADDRESS}: {why}; give another --dashboard-address"
+    )

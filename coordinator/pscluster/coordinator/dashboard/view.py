@@ -1,0 +1,302 @@
+"""What the live page shows, as one object of plain values: from what was seen at a moment. Pure.
+
+Names, errors and tracebacks are data here and on the page, which writes them as text and never as markup.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pscluster.coordinator.dispatch import Look, WorkerLook
+from pscluster.coordinator.observed import Event, Observed, Series
+from pscluster.coordinator.rates import Rates, TaskRates, VariableRates
+from pscluster.core.channels import PeerAddress
+from pscluster.v1 import node_pb2
+
+SLOW = 2.0
+"""A worker whose functions take so many times as long as the other workers' median is a straggler."""
+
+HOT_SHARE = 0.5
+"""A variable with more than this share of all bytes moved is hot, if there are others."""
+
+HOT_SERVER = 1.5
+"""A server with so many times its fair share of them is."""
+
+QUIET_SECONDS = 30.0
+"""A worker with a function from which nothing came for so long is worth a word."""
+
+MAX_VARIABLES = 20
+MAX_EVENTS = 100
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLook:
+    """A parameter server, as the coordinator sees it at a moment."""
+
+    peer: PeerAddress
+    gone: float  # seconds; 0: it is there
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All that there is to show."""
+
+    now: float  # seconds since the epoch
+    job: str
+    coordinator: str
+    memory_bytes: int
+    ended: bool
+    connected: bool
+    look: Look | None  # None: there is no ClusterCoordinator yet
+    servers: Sequence[ServerLook]
+    workers: Sequence[PeerAddress]
+    replies: Mapping[str, node_pb2.StatusReply]  # by task, of those that answered
+    asked: bool  # whether tasks were asked at all
+    rates: Rates
+    observed: Observed
+    series: Series
+
+
+def page(seen: Seen) -> Json:
+    """What the page is given."""
+    times, rates, losses = seen.series.rows()
+    observed, training = seen.observed, seen.observed.training
+    stories = _stories(observed.events)
+    workers = _workers(seen, stories)
+    servers = _servers(seen, stories)
+    variables = _variables(seen.rates.variables)
+    problems = _problems(workers, servers)
+    return {
+        "now": seen.now,
+        "began": observed.began,
+        "job": seen.job,
+        "coordinator": seen.coordinator,
+        "memory": seen.memory_bytes,
+        "health": _health(seen, problems),
+        "queue": _queue(seen, rates),
+        "training": {**asdict(training), "logs": [[name, _number(value)] for name, value in training.logs.items()]},
+        "series": {
+            "times": [round(each, 1) for each in times],
+            "rates": [round(each, 2) for each in rates],
+            "losses": [None if each is None else _number(each) for each in losses],
+            "loss": observed.loss_name,
+        },
+        "workers": workers,
+        "servers": servers,
+        "variables": variables,
+        "more_variables": max(len(seen.rates.variables) - MAX_VARIABLES, 0),
+        "events": [_event(event) for event in reversed(observed.events[-MAX_EVENTS:])],
+        "errors": [_event(event) for event in reversed(observed.errors)],
+        "checkpoints": [asdict(each) for each in reversed(observed.checkpoints)],
+    }
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN: such a one goes as the word for it."""
+    return float(value) if value == value and abs(value) != float("inf") else str(float(value))
+
+
+def _event(event: Event) -> Json:
+    return asdict(event)
+
+
+def _stories(events: Sequence[Event]) -> dict[str, list[Json]]:
+    """Of each task, when it went and came back, the newest first."""
+    found: dict[str, list[Json]] = {}
+    for event in reversed(events):
+        if event.kind in ("up", "down"):
+            found.setdefault(event.who, []).append({"time": event.time, "kind": event.kind, "text": event.text})
+    return {who: story[:6] for who, story in found.items()}
+
+
+def _queue(seen: Seen, rates: Sequence[float]) -> Json:
+    look = seen.look
+    if look is None:
+        return {"waiting": 0, "running": 0, "done": 0, "failed": 0, "retried": 0, "cancelled": 0, "rate": 0.0}
+    return {
+        "waiting": look.waiting,
+        "running": look.in_flight,
+        "done": look.done,
+        "failed": look.failed,
+        "retried": look.retried,
+        "cancelled": look.cancelled,
+        "rate": round(statistics.fmean(rates[-3:]), 2) if rates else 0.0,
+    }
+
+
+def _common(seen: Seen, peer: PeerAddress, stories: Mapping[str, list[Json]]) -> Json:
+    reply = seen.replies.get(peer.task)
+    return {
+        "task": peer.task,
+        "address": peer.address,
+        "name": "" if reply is None else reply.identity.name,
+        "up_seconds": None if reply is None else round(reply.uptime_seconds),
+        "memory": None if reply is None else reply.memory_bytes,
+        "deaths": seen.observed.deaths.get(peer.task, 0),
+        "story": stories.get(peer.task, []),
+    }
+
+
+def _workers(seen: Seen, stories: Mapping[str, list[Json]]) -> list[Json]:
+    rows = []
+    known = {} if seen.look is None else {each.peer.task: each for each in seen.look.workers}
+    for peer in seen.workers:
+        look = known.get(peer.task)
+        rate = seen.rates.tasks.get(peer.task, TaskRates())
+        slower = None if look is None or seen.look is None else _slower(look, seen.look.workers)
+        silent = seen.asked and peer.task not in seen.replies
+        state, good = _state_of_worker(look, seen.replies.get(peer.task), silent)
+        rows.append(
+            {
+                **_common(seen, peer, stories),
+                "state": state,
+                "good": good,
+                "runs": "" if look is None or not look.has else look.running,
+                "quiet": 0 if look is None or not look.has else round(look.quiet, 1),
+                "has": 0 if look is None else look.has,
+                "rate": round(rate.functions, 2),
+                "busy": round(rate.busy, 3),
+                "waited": round(rate.waited, 3),
+                "seconds": None if look is None else look.seconds,
+                "slower": None if slower is None else round(slower, 1),
+                "straggler": slower is not None and slower >= SLOW,
+                "done": 0 if look is None else look.done,
+            }
+        )
+    return rows
+
+
+def _state_of_worker(look: WorkerLook | None, reply: node_pb2.StatusReply | None, silent: bool) -> tuple[str, str]:
+    if look is None:
+        return (reply.state, "ok") if reply is not None else ("does not answer", "warn") if silent else ("", "ok")
+    if not look.up:
+        return (f"gone: {look.why}" if look.restarts >= 0 else f"not there: {look.why}"), "bad"
+    if reply is not None and reply.state == "stopping":
+        return "stopping", "warn"
+    if silent:
+        return "does not answer", "warn"
+    return ("working", "ok") if look.has else ("idle", "ok")
+
+
+def _slower(look: WorkerLook, workers: Sequence[WorkerLook]) -> float | None:
+    """How many times as long its functions take as the others', by their median; None: nobody can say."""
+    others = [each.seconds for each in workers if each is not look and each.up and each.seconds]
+    if not look.up or not look.seconds or not others:
+        return None
+    return look.seconds / statistics.median(others)
+
+
+def _servers(seen: Seen, stories: Mapping[str, list[Json]]) -> list[Json]:
+    moved = {
+        server.peer.task: rate.bytes_in + rate.bytes_out
+        for server in seen.servers
+        if (rate := seen.rates.tasks.get(server.peer.task)) is not None
+    }
+    total = sum(moved.values())
+    rows = []
+    for server in seen.servers:
+        peer, reply = server.peer, seen.replies.get(server.peer.task)
+        rate = seen.rates.tasks.get(peer.task, TaskRates())
+        share = moved.get(peer.task, 0.0) / total if total else 0.0
+        if server.gone:
+            state, good = f"out of reach for {server.gone:.0f} s", "bad"
+        elif seen.asked and reply is None:
+            state, good = "does not answer", "warn"
+        else:
+            state = "serving" if reply is None else reply.state
+            good = "ok" if state == "serving" else "warn"
+        rows.append(
+            {
+                **_common(seen, peer, stories),
+                "state": state,
+                "good": good,
+                "detail": "" if reply is None else reply.detail,
+                "requests": round(rate.requests, 1),
+                "bytes_in": round(rate.bytes_in),
+                "bytes_out": round(rate.bytes_out),
+                "share": round(share, 3),
+                "hot": len(seen.servers) > 1 and share * len(seen.servers) >= HOT_SERVER,
+                "shards": 0 if reply is None else reply.variables,
+                "held": 0 if reply is None else reply.variable_bytes,
+                "lost": {} if reply is None else dict(reply.lost_updates),
+            }
+        )
+    return rows
+
+
+def _variables(variables: Sequence[VariableRates]) -> list[Json]:
+    total = sum(each.moved for each in variables)
+    rows = []
+    for each in variables[:MAX_VARIABLES]:
+        share = each.moved / total if total else 0.0
+        rows.append(
+            {
+                "name": each.name,
+                "held": each.nbytes,
+                "reads": round(each.reads, 1),
+                "read_bytes": round(each.read_bytes),
+                "updates": round(each.updates, 1),
+                "update_bytes": round(each.update_bytes),
+                "share": round(share, 3),
+                "hot": len(variables) > 1 and share > HOT_SHARE,
+                "servers": [
+                    [f"ps {server}", round(moved / each.moved, 3) if each.moved else 0.0]
+                    for server, moved in sorted(each.servers.items())
+                ],
+            }
+        )
+    return rows
+
+
+def _problems(workers: Sequence[Json], servers: Sequence[Json]) -> list[str]:
+    """What is wrong, the worst first, in sentences."""
+    found = [
+        f"{row['task']} is {row['state']}: whoever reads or updates there waits"
+        for row in servers
+        if row["good"] == "bad"
+    ]
+    found += [f"{row['task']} is {row['state']}" for row in workers if row["good"] == "bad"]
+    found += [f"{row['task']} {row['state']}" for row in (*servers, *workers) if row["state"] == "does not answer"]
+    found += [
+        f"{row['task']} is {row['state']}"
+        for row in servers
+        if row["good"] == "warn" and row["state"] != "does not answer"
+    ]
+    for row in workers:
+        if row["has"] and row["quiet"] >= QUIET_SECONDS and row["good"] == "ok":
+            found.append(f"{row['task']}: nothing has come back from {row['runs']} for {row['quiet']:.0f} s")
+        if row["straggler"]:
+            found.append(
+                f"{row['task']} is a straggler: its functions take {row['slower']:g} times as long as the others'"
+            )
+    for row in servers:
+        if row["lost"]:
+            count = sum(row["lost"].values())
+            found.append(f"{row['task']} has lost at least {count:,} acknowledged updates when it died")
+    return found
+
+
+def _health(seen: Seen, problems: list[str]) -> Json:
+    look = seen.look
+    if seen.ended:
+        return {"state": "over", "text": "The job is over", "problems": []}
+    if not seen.connected:
+        return {"state": "warn", "text": "Waiting for the cluster's tasks", "problems": problems}
+    if look is None:
+        return {"state": "idle", "text": "Connected; no ClusterCoordinator yet", "problems": problems}
+    if look.error:
+        return {"state": "bad", "text": "A function failed: the rest is cancelled", "problems": [look.error, *problems]}
+    if problems:
+        up = sum(each.up for each in look.workers)
+        state = "bad" if up == 0 or any(server.gone for server in seen.servers) else "warn"
+        return {"state": state, "text": "Needs attention", "problems": problems}
+    if look.paused:
+        return {"state": "ok", "text": "A checkpoint is made: no function is handed out meanwhile", "problems": []}
+    if not look.in_flight and not look.waiting:
+        return {"state": "idle", "text": "Healthy; nothing is scheduled", "problems": []}
+    return {"state": "ok", "text": "Healthy, at work", "problems": []}

@@ -1,0 +1,187 @@
+"""Reads what the live page shows, while somebody looks. On the page's loop, but for the roles' accounts.
+
+sampling    once a second, always: two numbers and the loss are noted, for the curves
+looking     while somebody has the page open: what the coordinator knows is read twice a second, under the
+            dispatcher's lock for as long as it takes to copy a few numbers a worker; the roles are asked for their
+            accounts once a second, all at once; what comes of it is given to all who look
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING
+
+from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
+from pscluster.coordinator.observed import Series
+from pscluster.coordinator.rates import BUSIEST, RateMeter, Rates
+from pscluster.coordinator.status import Asker
+from pscluster.core.process import memory_bytes
+from pscluster.v1 import node_pb2
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.strategy import ParameterServerStrategy
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+"""So often what is shown is made anew, while somebody looks."""
+
+ASK_SECONDS = 1.0
+"""So often the roles are asked; and so long each may take to answer."""
+
+OLD_SECONDS = 5.0
+
+SAMPLE_SECONDS = 1.0
+
+
+class Watch:
+    """Of one job."""
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        self._strategy = weakref.ref(strategy)
+        self._asker: Asker | None = None
+        self._meter = RateMeter()
+        self._rates = Rates({}, [])
+        self._replies: dict[str, node_pb2.StatusReply] = {}
+        self._asked_at = 0.0
+        self._asked = False
+        self._series = Series(time.time(), _done(strategy))
+        self._observed = strategy.observed
+        self._watchers = 0
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._text = ""
+        self._ended = False
+
+    async def run(self) -> None:
+        """Until it is cancelled: the sampling, and the looking."""
+        await asyncio.gather(*map(self._on_and_on, (self._sample, self._show, self._ask)))
+
+    async def _on_and_on(self, once: Callable[[], Awaitable[None]]) -> None:
+        said = ""
+        while True:
+            try:
+                await once()
+            except Exception as error:  # in what somebody has named, or returned as a loss: the next one may do
+                if (why := f"{type(error).__name__}: {error}") != said:
+                    said = why
+                    logger.exception("the live page could not be brought up to date")
+                await asyncio.sleep(SAMPLE_SECONDS)
+
+    async def _sample(self) -> None:
+        await asyncio.sleep(SAMPLE_SECONDS)
+        if (strategy := self._strategy()) is not None:
+            self._series.add(time.time(), _done(strategy), self._observed.take_loss())
+
+    async def _show(self) -> None:
+        await self._wake.wait()
+        await self._publish()
+        await asyncio.sleep(TICK_SECONDS)
+
+    async def _publish(self) -> None:
+        text = self._picture()
+        async with self._changed:
+            self._text = text
+            self._changed.notify_all()
+
+    async def _ask(self) -> None:
+        await self._wake.wait()
+        await self._ask_once()
+        await asyncio.sleep(ASK_SECONDS)
+
+    async def _ask_once(self) -> None:
+        strategy = self._strategy()
+        if strategy is None or self._ended:
+            return
+        if self._asker is None:
+            self._asker = Asker(strategy.peers, strategy.metadata)
+        asker, self._asked_at = self._asker, time.monotonic()
+        del strategy
+        answers = await asyncio.get_running_loop().run_in_executor(None, asker.ask, BUSIEST, ASK_SECONDS)
+        self._replies = {
+            peer.task: answer for peer, answer in zip(asker.peers, answers, strict=True) if not isinstance(answer, str)
+        }
+        self._rates, self._asked = self._meter.add(time.monotonic(), self._replies), True
+
+    def _forget_old(self) -> None:
+        """Nobody has looked for a while: what the roles said then is not how they are."""
+        if time.monotonic() - self._asked_at > OLD_SECONDS:
+            self._meter, self._rates = RateMeter(), Rates({}, [])
+            self._replies, self._asked = {}, False
+
+    def _picture(self) -> str:
+        strategy = self._strategy()
+        if strategy is None:
+            return self._text
+        dispatcher = strategy.dispatcher
+        seen = Seen(
+            now=time.time(),
+            job=strategy.job_name,
+            coordinator=strategy.identity.name,
+            memory_bytes=memory_bytes(),
+            ended=self._ended,
+            look=None if dispatcher is None else dispatcher.look(),
+            connected=strategy.connected,
+            servers=[ServerLook(peer, strategy.out_of_reach(peer)) for peer in strategy.peers if peer.role == "ps"],
+            workers=[peer for peer in strategy.peers if peer.role == "worker"],
+            replies=self._replies,
+            asked=self._asked,
+            rates=self._rates,
+            observed=self._observed,
+            series=self._series,
+        )
+        return json.dumps(page(seen), separators=(",", ":"), allow_nan=False, default=str)
+
+    async def look(self) -> str:
+        """What is shown now; the roles are asked if nobody has lately."""
+        if not self._watchers and time.monotonic() - self._asked_at > ASK_SECONDS:  # however many look at once
+            self._forget_old()
+            await self._ask_once()
+        return self._picture()
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Somebody does within the block."""
+        if not self._watchers:
+            self._forget_old()
+        self._watchers += 1
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._wake.clear()
+
+    async def pictures(self) -> AsyncIterator[str]:
+        """Each new one, until the end. Who is slow gets fewer."""
+        sent = self._picture()
+        yield sent
+        while not self._ended:
+            async with self._changed:
+                await self._changed.wait()
+                sent = self._text
+            yield sent
+        if sent is not self._text:  # the end came while this was sent
+            yield self._text
+
+    async def end(self) -> None:
+        """The last picture."""
+        self._ended = True
+        await self._publish()
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._asker is not None:
+            self._asker.close()
+
+
+def _done(strategy: ParameterServerStrategy) -> int:
+    dispatcher = strategy.dispatcher
+    return 0 if dispatcher is None else dispatcher.functions_done

@@ -1,0 +1,198 @@
+"""What the coordinator has seen of a job, for whoever looks on: what happened, how training goes, checkpoints.
+
+Always kept, since it costs little and who looks on comes late: events as they happen, the newest only; the loss as it
+is reported. A `Series` holds a number over the whole run in bounded memory, more coarsely the longer it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+MAX_EVENTS = 300
+MAX_DETAIL = 20_000
+"""Characters of a traceback that are kept, its end."""
+
+MAX_LOGS = 12
+"""Numbers beside the loss that are shown of a training."""
+
+MAX_POINTS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        number: from 1, in order.
+        time: seconds since the epoch.
+        who: the task, such as "worker 1".
+        kind: "up", "down", "retry", "error", "saved", or "note".
+        text: in a line.
+        detail: a traceback, or "".
+    """
+
+    number: int
+    time: float
+    who: str
+    kind: str
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How far a loop is, as it has last said."""
+
+    label: str = ""
+    done: int = 0
+    total: int | None = None
+    unit: str = "step"
+    logs: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that was written."""
+
+    path: str
+    time: float
+    seconds: float
+    pause_seconds: float
+    nbytes: int
+
+
+class Observed:
+    """Of one job. Any thread may tell; nothing here waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._errors: deque[Event] = deque(maxlen=MAX_EVENTS // 10)  # of their own: no flood of retries drives them out
+        self._deaths: dict[str, int] = {}
+        self._saved: deque[Saved] = deque(maxlen=20)
+        self._training = Training()
+        self._loss = [0.0, 0.0]  # sum and count since it was taken
+        self.loss_name = "loss"
+        self.began = time.time()
+
+    def tell(self, who: str, kind: str, text: str, detail: str = "") -> None:
+        """Something happened; see `Event`."""
+        with self._lock:
+            event = Event(next(self._numbers), time.time(), who, kind, text[:2000], detail[-MAX_DETAIL:])
+            self._events.append(event)
+            if kind == "error":
+                self._errors.append(event)
+            elif kind == "down":
+                self._deaths[who] = self._deaths.get(who, 0) + 1
+
+    def saved(self, checkpoint: Saved) -> None:
+        """A checkpoint was written."""
+        with self._lock:
+            self._saved.append(checkpoint)
+        self.tell("coordinator", "saved", f"saved {checkpoint.path}")
+
+    def trained(self, training: Training) -> None:
+        """A loop is so far. Its first number is taken for the loss, unless one has that name."""
+        logs = dict(itertools.islice(training.logs.items(), MAX_LOGS))
+        with self._lock:
+            self._training = replace(training, logs=logs)
+            name = "loss" if "loss" in logs else next(iter(logs), None)
+            if name is not None:
+                if name != self.loss_name:
+                    self.loss_name, self._loss = name, [0.0, 0.0]
+                self._loss[0] += logs[name]
+                self._loss[1] += 1
+
+    def take_loss(self) -> tuple[float, float]:
+        """The sum of what was reported since the last time, and how often."""
+        with self._lock:
+            (total, count), self._loss = self._loss, [0.0, 0.0]
+        return total, count
+
+    @property
+    def training(self) -> Training:
+        """As it was last told."""
+        return self._training
+
+    @property
+    def checkpoints(self) -> list[Saved]:
+        """The last ones, the newest at the end."""
+        with self._lock:
+            return list(self._saved)
+
+    @property
+    def events(self) -> list[Event]:
+        """The last ones, the newest at the end."""
+        with self._lock:
+            return list(self._events)
+
+    @property
+    def errors(self) -> list[Event]:
+        """The last ones, the newest at the end."""
+        with self._lock:
+            return list(self._errors)
+
+    @property
+    def deaths(self) -> dict[str, int]:
+        """How often each task was lost."""
+        with self._lock:
+            return dict(self._deaths)
+
+
+@dataclass(slots=True)
+class _Point:
+    begin: float
+    end: float
+    done: int
+    loss: float
+    losses: float
+
+
+class Series:
+    """Functions done, and the loss, over time. Pure.
+
+    When it is full two points each become one, and from then on a point takes twice as long.
+    """
+
+    def __init__(self, now: float, done: int = 0, max_points: int = MAX_POINTS) -> None:
+        self._origin = now, done
+        self._max_points = max_points
+        self._span = 0.0
+        self._points: list[_Point] = []
+
+    def add(self, now: float, done: int, loss: tuple[float, float] = (0.0, 0.0)) -> None:
+        """So many functions are done by now, and so much loss was reported, in sum and so often."""
+        points = self._points
+        begin = points[-1].end if points else self._origin[0]
+        if points and now - points[-1].begin <= self._span:
+            last = points[-1]
+            last.end, last.done, last.loss, last.losses = now, done, last.loss + loss[0], last.losses + loss[1]
+            return
+        points.append(_Point(begin, now, done, *loss))
+        if len(points) > self._max_points:
+            self._span = 2 * max(self._span, (points[-1].end - self._origin[0]) / len(points))
+            self._points = [_merged(*points[at : at + 2]) for at in range(0, len(points), 2)]
+
+    def rows(self) -> tuple[list[float], list[float], list[float | None]]:
+        """Times (of the ends of points), functions a second, and mean losses (None: nothing was reported)."""
+        times, rates, losses = [], [], list[float | None]()
+        before = self._origin[1]
+        for point in self._points:
+            seconds = point.end - point.begin
+            times.append(point.end)
+            rates.append((point.done - before) / seconds if seconds > 0 else 0.0)
+            losses.append(point.loss / point.losses if point.losses else None)
+            before = point.done
+        return times, rates, losses
+
+
+def _merged(first: _Point, second: _Point | None = None) -> _Point:
+    if second is None:
+        return first
+    return _Point(first.begin, second.end, second.done, first.loss + second.loss, first.losses + second.losses)

@@ -1,0 +1,199 @@
+"""Who may look at the live page, and what strangers can do to it: nothing, and least of all to the job."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from tests.conftest import until
+
+from pscluster.coordinator import ClusterCoordinator, Dashboard, LocalCluster, ParameterServerStrategy
+from pscluster.coordinator.dashboard import pages
+from pscluster.core import tokens
+from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.tokens import load_token, new_token
+
+PATHS = ["/", "/page.js", "/page.css", "/uplot.js", "/uplot.css", "/state.json", "/events"]
+
+
+def ask(
+    page: Dashboard, path: str = "/", headers: Mapping[str, str] | None = None, method: str = "GET"
+) -> tuple[int, http.client.HTTPMessage, str]:
+    """Status, headers and body; of /events the first line only."""
+    place = urlsplit(page.url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=30)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers=dict(headers or {}))
+        response = connection.getresponse()
+        streams = response.headers.get_content_type() == "text/event-stream"
+        body = response.readline() if streams else response.read()
+        return response.status, response.headers, body.decode()
+
+
+def test_on_loopback(coordinator: ClusterCoordinator) -> None:
+    """Whoever asks by a name of this machine is answered, under a strict policy; nothing can be changed."""
+    with Dashboard(coordinator, "127.0.0.1:0") as page:
+        for path in PATHS:
+            status, headers, body = ask(page, path)
+            assert status == 200, path
+            assert body
+            policy = headers["Content-Security-Policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+            assert "unsafe" not in policy
+            assert "frame-ancestors 'none'" in policy
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert headers["Referrer-Policy"] == "no-referrer"
+        state = json.loads(ask(page, "/state.json")[2])
+        assert [row["task"] for row in state["workers"]] == ["worker 0", "worker 1"]
+        assert {row["state"] for row in state["servers"]} == {"serving"}
+        for name in ("localhost", "localhost:9000", "127.0.0.1", "127.1.2.3:1", "[::1]:80", "LOCALHOST"):
+            assert ask(page, headers={"Host": name})[0] == 200, name
+        for name in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "[::2]", "10.0.0.1", ""):
+            for path in PATHS:
+                assert ask(page, path, {"Host": name})[0] == 421, (name, path)
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert ask(page, "/state.json", method=method)[0] == 405
+        for path in ("/../server.py", "/%2e%2e/server.py", "/assets/", "/page.js/../../server.py", "/etc/passwd"):
+            assert ask(page, path)[0] == 404
+    with pytest.raises(OSError, match="refused"):
+        ask(page)
+
+
+def test_no_asset_is_elsewhere() -> None:
+    """What the page loads, it loads from itself; and what it is made of names no other place."""
+    folder = resources.files("pscluster.coordinator.dashboard").joinpath("assets")
+    for name in ("index.html", "page.js", "page.css"):
+        text = folder.joinpath(name).read_text()
+        assert not re.search(r"https?://|//[a-z]+\.", text), name
+    assert "innerHTML" not in folder.joinpath("page.js").read_text()
+    assert "MIT License" in folder.joinpath("uPlot.LICENSE").read_text()
+
+
+def test_off_loopback_it_refuses(coordinator: ClusterCoordinator) -> None:
+    """There all of it would go over the network in plain text: only with --insecure."""
+    with pytest.raises(ConfigurationError, match=r"refusing to show the live page on 0\.0\.0\.0:1234.*--insecure"):
+        Dashboard(coordinator, "0.0.0.0:1234")
+    with pytest.raises(ConfigurationError, match="no port"):
+        Dashboard(coordinator, "127.0.0.1")
+
+
+def certificate(folder: Path, name: str) -> Path:
+    """One of its own, for localhost, with its key in one file."""
+    paths = folder / f"{name}.key", folder / f"{name}.crt"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "1", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", paths[0], "-out", paths[1]], check=True, capture_output=True)
+    path = folder / f"{name}.pem"
+    path.write_bytes(b"".join(each.read_bytes() for each in paths))
+    return path
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl, which makes the certificates")
+def test_over_https(coordinator: ClusterCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a certificate and the token it listens anywhere; a renewed certificate is shown to whoever comes next."""
+    monkeypatch.setattr(pages, "LOOK_SECONDS", 0.05)
+    first, second = certificate(tmp_path, "first"), certificate(tmp_path, "second")
+    token = coordinator.strategy.token
+
+    def subject(page: Dashboard) -> str:
+        place = urlsplit(page.url)
+        context = ssl.create_default_context()
+        for known in (tmp_path / "first.crt", tmp_path / "second.crt"):
+            context.load_verify_locations(known)
+        with (
+            socket.create_connection((place.hostname or "", place.port or 0)) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+        ):
+            connection.sendall(f"GET /?token={token} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
+            head = connection.makefile().read()
+            assert head.startswith("HTTP/1.1 303 ")
+            assert "Secure" in head
+            shown: dict[str, Any] = dict(connection.getpeercert() or {})
+            return str(shown["subject"][0][0][1])
+
+    with Dashboard(coordinator, "0.0.0.0:0", certificate=first) as page:
+        assert page.url.startswith("https://127.0.0.1:")
+        assert subject(page) == "first"
+        os.replace(second, first)
+        until(lambda: subject(page) == "second", "the renewed certificate is shown")
+    with pytest.raises(ConfigurationError, match=r"certificate can't be used: .*nowhere"):
+        Dashboard(coordinator, "127.0.0.1:0", certificate=tmp_path / "nowhere")
+
+
+def test_a_port_that_is_taken(coordinator: ClusterCoordinator) -> None:
+    """A port that was asked for is an error; the default one gives way to another."""
+    with Dashboard(coordinator, "127.0.0.1:0") as first:
+        address = urlsplit(first.url).netloc
+        with pytest.raises(PsClusterError, match=f"can't be shown on {address}: .*in use"):
+            Dashboard(coordinator, address)
+        with Dashboard(coordinator) as second, Dashboard(coordinator) as third:
+            assert len({first.url, second.url, third.url}) == 3
+            assert ask(third)[0] == 200
+
+
+def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere than on loopback: the token once, in the address, then a cookie; or the header that calls have."""
+    monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
+    token, next_one = new_token(), new_token()
+    file = tmp_path / "token"
+    file.write_text(token + "\n")
+    with (
+        LocalCluster(1, 1, log_level="ERROR", token=token) as cluster,
+        ParameterServerStrategy(cluster, token=load_token(file)) as strategy,
+        Dashboard(strategy, "0.0.0.0:0", insecure=True) as page,
+    ):
+        for path in (*PATHS, "/?token=", f"/?token={next_one}", "/state.json?token=" + token, "/?token=%ff%00"):
+            status, headers, body = ask(page, path)
+            assert status == 401, path
+            assert token not in body
+            assert headers["Set-Cookie"] is None
+        assert ask(page, headers={"Authorization": f"Bearer {next_one}"})[0] == 401
+        assert ask(page, "/state.json", {"Authorization": f"Bearer {token}"})[0] == 200
+        status, headers, _ = ask(page, f"/?token={token}")
+        assert (status, headers["Location"]) == (303, "/")
+        cookie = headers["Set-Cookie"]
+        assert token not in cookie
+        assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
+        mine = {"Cookie": cookie.partition(";")[0]}
+        for path in PATHS:
+            assert ask(page, path, mine)[0] == 200, path
+            assert ask(page, path, {"Cookie": mine["Cookie"][:-1]})[0] == 401
+        # Another token takes its place: sessions that began with the old one are over.
+        (draft := tmp_path / "draft").write_text(next_one + "\n")
+        os.replace(draft, file)
+        assert ask(page, headers=mine)[0] == 401
+        assert ask(page, f"/?token={next_one}")[0] == 303
+
+
+def test_strangers_cost_the_job_nothing(coordinator: ClusterCoordinator) -> None:
+    """Hundreds of connections, halves of requests, rubbish, and watchers who do not read: functions go on."""
+    with Dashboard(coordinator, "127.0.0.1:0") as page, contextlib.ExitStack() as stack:
+        place = urlsplit(page.url)
+        for number in range(400):
+            client = stack.enter_context(socket.create_connection((place.hostname or "", place.port or 0)))
+            words = (b"", b"GET /ev", os.urandom(200), b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                client.sendall(words[number % len(words)])
+        values = [coordinator.schedule(int, args=("7",)) for _ in range(200)]
+        assert set(coordinator.fetch(values, timeout=60)) == {7}
+        stack.close()
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                return ask(page, "/state.json")[0] == 200
+            return False
+
+        until(answers, "the page answers again")

@@ -1,0 +1,57 @@
+"""The live page by the command line: on by itself under `pscluster run`, off elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+from tests.roles.processes import IDLE, PSCLUSTER, Process, Roles, environ, make_cluster
+
+
+def state_of(line: str) -> dict[str, object]:
+    """What is shown at the address in the line."""
+    found = re.search(r"the live page is at (http://127\.0\.0\.1:\d+/)$", line.strip())
+    assert found, line
+    with urllib.request.urlopen(f"{found[1]}state.json", timeout=60) as response:
+        state: dict[str, object] = json.load(response)
+    return state
+
+
+def test_run_shows_it(tmp_path: Path) -> None:
+    """`pscluster run` says where it is before the script has connected; the job is named by its script."""
+    script, gate = tmp_path / "train.py", tmp_path / "gate"
+    script.write_text(IDLE)
+    with Process([*PSCLUSTER, "run", str(script), str(gate)], environ()) as process:
+        line = process.wait_for("the live page is at")
+        process.wait_for("^connected")
+        state = state_of(line)
+        assert state["job"] == str(script)
+        assert isinstance(state["queue"], dict)
+        assert state["queue"]["done"] == 1
+        gate.touch()
+        assert process.wait() == 0
+
+
+def test_the_coordinator_when_it_is_asked(tmp_path: Path) -> None:
+    """`pscluster coordinator` shows it with `--dashboard` only, while it waits for its tasks, too."""
+    cluster = make_cluster()
+    with Roles(cluster, tmp_path) as roles:
+        gate = tmp_path / "gate"
+        coordinator = roles.coordinator(IDLE, str(gate), options=("--dashboard", "--dashboard-address", "127.0.0.1:0"))
+        health = state_of(coordinator.wait_for("the live page is at"))["health"]
+        assert isinstance(health, dict)
+        assert health["text"] == "Waiting for the cluster's tasks"
+        assert "worker 0 does not answer" in health["problems"]
+        roles.ps()
+        roles.worker()
+        coordinator.wait_for("connected")
+        gate.touch()
+        assert coordinator.wait() == 0
+        plain = roles.coordinator(IDLE, str(gate))
+        assert plain.wait() == 0
+        assert "live page" not in plain.output
+        refused = roles.coordinator(IDLE, options=("--dashboard", "--dashboard-address", "0.0.0.0:8477"))
+        assert refused.wait() == 2
+        assert "refusing to show the live page on 0.0.0.0:8477" in refused.output

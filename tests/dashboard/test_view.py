@@ -1,0 +1,159 @@
+"""What the live page is given, from what was seen: pure, so without a cluster."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
+from pscluster.coordinator.dispatch import Look, WorkerLook
+from pscluster.coordinator.observed import MAX_DETAIL, MAX_EVENTS, Observed, Series, Training
+from pscluster.coordinator.rates import Rates, TaskRates, VariableRates
+from pscluster.core.channels import PeerAddress
+from pscluster.v1 import node_pb2
+
+PS = [PeerAddress("ps", index, f"ps{index}:1") for index in range(2)]
+WORKERS = [PeerAddress("worker", index, f"worker{index}:1") for index in range(3)]
+
+
+def worker(index: int, **other: Any) -> WorkerLook:
+    """One that is at work, but for what is said."""
+    usual: dict[str, Any] = {
+        "up": True,
+        "why": "",
+        "incarnation": 1,
+        "restarts": 0,
+        "has": 1,
+        "running": "step",
+        "quiet": 0.1,
+        "done": 10,
+        "seconds": 0.1,
+    }
+    return WorkerLook(peer=WORKERS[index], **{**usual, **other})
+
+
+def seen(*workers: WorkerLook, gone: float = 0.0, error: str = "", waiting: int = 0, **other: Any) -> Seen:
+    """A job with these workers."""
+    has = sum(each.has for each in workers)
+    look = Look(waiting, has, 30, 0, 0, 0, paused=False, error=error, workers=workers)
+    replies = {
+        peer.task: node_pb2.StatusReply(
+            identity=node_pb2.Identity(role=peer.role, index=peer.index, incarnation=1), state="serving"
+        )
+        for peer in (*PS, *WORKERS)
+    }
+    usual: dict[str, Any] = {
+        "now": 100.0,
+        "job": "job",
+        "coordinator": "chief 0",
+        "memory_bytes": 1,
+        "ended": False,
+        "connected": True,
+        "look": look,
+        "servers": [ServerLook(PS[0], 0.0), ServerLook(PS[1], gone)],
+        "workers": WORKERS,
+        "replies": replies,
+        "asked": True,
+        "rates": Rates({}, []),
+        "observed": Observed(),
+        "series": Series(90.0),
+    }
+    return Seen(**{**usual, **other})
+
+
+def health(shown: Seen) -> tuple[str, str, list[str]]:
+    """State, sentence, and what is wrong."""
+    found = page(shown)["health"]
+    return found["state"], found["text"], found["problems"]
+
+
+def test_verdicts() -> None:
+    """The first line says how it is; what is wrong follows, the worst first."""
+    fine = [worker(index) for index in range(3)]
+    assert health(seen(*fine)) == ("ok", "Healthy, at work", [])
+    assert health(seen(*(worker(index, has=0) for index in range(3))))[:2] == ("idle", "Healthy; nothing is scheduled")
+    assert health(seen(*fine, ended=True)) == ("over", "The job is over", [])
+    assert health(seen(*fine, connected=False))[1] == "Waiting for the cluster's tasks"
+    assert health(seen(*fine, error="step failed"))[2] == ["step failed"]
+    dead = worker(2, up=False, has=0, why="killed")
+    slow = worker(1, seconds=0.3)
+    state, text, problems = health(seen(worker(0), slow, dead, gone=3.0))
+    assert (state, text) == ("bad", "Needs attention")
+    assert problems == [
+        "ps 1 is out of reach for 3 s: whoever reads or updates there waits",
+        "worker 2 is gone: killed",
+        "worker 1 is a straggler: its functions take 3 times as long as the others'",
+    ]
+    assert health(seen(worker(0), worker(1), dead))[0] == "warn"
+    assert health(seen(*(worker(index, up=False, has=0, restarts=-1) for index in range(3))))[0] == "bad"
+    stuck = health(seen(worker(0), worker(1), worker(2, quiet=45.0)))
+    assert stuck[2] == ["worker 2: nothing has come back from step for 45 s"]
+
+
+def test_a_silent_task() -> None:
+    """Who does not answer is said to, though its connection stands: it may be frozen."""
+    shown = seen(*(worker(index) for index in range(3)))
+    frozen = Seen(**{**{name: getattr(shown, name) for name in Seen.__dataclass_fields__}, "replies": {}})
+    assert "worker 0 does not answer" in health(frozen)[2]
+    assert {row["state"] for row in page(frozen)["servers"]} == {"does not answer"}
+
+
+def test_what_is_hot() -> None:
+    """The variable with most of the bytes, the server with more than its share; a lone one of either is not hot."""
+    variables = [
+        VariableRates("big", 100, read_bytes=80.0, servers={0: 80.0}),
+        VariableRates("small", 10, update_bytes=20.0, servers={0: 5.0, 1: 15.0}),
+    ]
+    tasks = {"ps 0": TaskRates(bytes_in=5.0, bytes_out=80.0), "ps 1": TaskRates(bytes_in=15.0)}
+    found = page(seen(worker(0), rates=Rates(tasks, variables)))
+    assert [(row["name"], row["share"], row["hot"]) for row in found["variables"]] == [
+        ("big", 0.8, True),
+        ("small", 0.2, False),
+    ]
+    assert found["variables"][1]["servers"] == [["ps 0", 0.25], ["ps 1", 0.75]]
+    assert [(row["share"], row["hot"]) for row in found["servers"]] == [(0.85, True), (0.15, False)]
+    assert not page(seen(worker(0), rates=Rates({}, variables[:1])))["variables"][0]["hot"]
+
+
+def test_numbers_that_are_none() -> None:
+    """A loss of NaN or infinity is JSON all the same."""
+    observed, series = Observed(), Series(90.0)
+    observed.trained(Training(logs={"loss": math.nan, "other": math.inf}))
+    series.add(91.0, 10, observed.take_loss())
+    found = json.loads(json.dumps(page(seen(worker(0), observed=observed, series=series)), allow_nan=False))
+    assert found["training"]["logs"] == [["loss", "nan"], ["other", "inf"]]
+    assert found["series"]["losses"] == ["nan"]
+
+
+def test_a_flood_is_bounded() -> None:
+    """Of many events the last are kept, of long tracebacks the end; retries do not drive out errors."""
+    observed = Observed()
+    observed.tell("worker 0", "error", "first", "x" * 100_000 + "end")
+    for number in range(5000):
+        observed.tell("worker 0", "retry", f"again {number}")
+    assert len(observed.events) == MAX_EVENTS
+    (error,) = observed.errors
+    assert len(error.detail) == MAX_DETAIL
+    assert error.detail.endswith("end")
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 100), st.integers(0, 1000)), min_size=1, max_size=300), st.integers(4, 40))
+def test_a_series_forgets_no_function(steps: list[tuple[float, int]], most: int) -> None:
+    """However long it is: few points, in order, whose rates times their seconds are all functions that were done."""
+    series, now, done = Series(50.0, 3, most), 50.0, 3
+    for seconds, more in steps:
+        now, done = now + seconds, done + more
+        series.add(now, done, (1.0, 1.0))
+    times, rates, losses = series.rows()
+    assert len(times) <= most
+    assert times == sorted(times)
+    assert times[-1] == now
+    lengths = [after - before for before, after in zip([50.0, *times], times, strict=False)]
+    total = sum(rate * length for rate, length in zip(rates, lengths, strict=True))
+    assert total == pytest.approx(done - 3, abs=1e-6 * (1 + done))
+    assert set(losses) == {1.0}
