@@ -154,7 +154,8 @@ def run_script(
     Args:
         script: a Python file.
         args: the script's arguments.
-        max_restarts, log_level, log_format, env, token, allow_pickle: as of `LocalCluster`; the last four are the script's too.
+        max_restarts, log_level, log_format, env, token, allow_pickle: as of `LocalCluster`; the last four are the
+            script's too.
         functions_from: folders and packages whose functions the roles take without pickles, as well as those of the
             script's folder. Default: see docs/security.md.
         dashboard, dashboard_address: whether the coordinator shows the live page, and where; see `Dashboard`.

@@ -111,7 +111,7 @@ class Dashboard:
             _check_off_loopback(address or "", files is not None, bool(token), insecure=insecure)
         self._socket = _listen(address)
         port = self._socket.getsockname()[1]
-        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  (it is compared with)
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  (it is compared with)  # nosec B104
         scheme = "http" if files is None else "https"
         self.url = f"{scheme}://[{shown}]:{port}/" if ":" in shown else f"{scheme}://{shown}:{port}/"
         self._ready = threading.Event()
