@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import re
 import socket
@@ -348,7 +349,8 @@ def data_path(batches: int, rounds: int) -> dict[str, float]:
 def packing(steps: int, rounds: int) -> dict[str, float]:
     """Steps a second of 0.3 ms: by `fit` with one step a function, as many as it chooses, and without any dispatch.
 
-    With one step a function, an eighth of the steps.
+    With one step a function, an eighth of the steps. And, in per cent, the share of the workers' time that is not within
+    functions, from the first to the last, where their size is chosen.
     """
     with cluster_of(2, 2) as (_, _, coordinator):
         step, data = multiplication(), coordinator.create_per_worker_dataset(multiplied)
@@ -371,12 +373,18 @@ def packing(steps: int, rounds: int) -> dict[str, float]:
             "chosen": (steps, fitted(steps, "auto")),
             "no dispatch": (steps, without),
         }
-        found: dict[str, list[float]] = {name: [] for name in ways}
+        found: dict[str, list[float]] = {name: [] for name in (*ways, "beside")}
+        last = 0
         for number in range(rounds + 1):
             for name, (count, work) in ways.items():
                 seconds = timed(work)
+                ran, last = functions_since(last, coordinator)
                 if number:
                     found[name].append(count / seconds)
+                    if name == "chosen":
+                        spans = [(each[0][0], each[-1][1], sum(end - begin for begin, end in each)) for each in ran]
+                        there = sum(end - begin for begin, end, _ in spans)
+                        found["beside"].append(100 * (1 - sum(within for *_, within in spans) / there))
         return {name: statistics.median(rates) for name, rates in found.items()}
 
 
@@ -536,6 +544,22 @@ def _moves(
 
             found[f"{name} {mib} MiB, GB/s"] = rate
     return found
+
+
+def functions_since(last: int, coordinator: Any) -> tuple[list[list[tuple[float, float]]], int]:
+    """For each worker when each function behind that number began and ended there; and the last one's number."""
+    with tempfile.NamedTemporaryFile() as file:
+        coordinator.timeline(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    ran: dict[int, list[tuple[float, float]]] = {}
+    numbers = [last]
+    for event in events:
+        facts = event["args"]
+        function = facts.get("function", 0)
+        if "thread" in facts and function > last:  # of a worker's row
+            ran.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+            numbers.append(function)
+    return [sorted(each) for each in ran.values()], max(numbers)
 
 
 def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
