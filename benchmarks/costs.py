@@ -349,7 +349,7 @@ def data_path(batches: int, rounds: int) -> dict[str, float]:
 def packing(steps: int, rounds: int) -> dict[str, float]:
     """Steps a second of 0.3 ms: by `fit` with one step a function, as many as it chooses, and without any dispatch.
 
-    With one step a function, an eighth of the steps. And, in per cent, the share of the workers' time that is not within
+    With one step a function, an eighth of the steps. And, in per cent, the share of the workers' time not within
     functions, from the first to the last, where their size is chosen.
     """
     with cluster_of(2, 2) as (_, _, coordinator):
