@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import math
 import os
 import pickle
 import sys
@@ -33,14 +34,18 @@ OFF = Trust(pickles=False, why="pickles are off here")
 
 MODULE = """
 from __future__ import annotations
-import dataclasses, enum, functools, math, os, threading
+import dataclasses, enum, functools, json, math, os, pickle, threading
 from abc import ABC
 from collections.abc import Sequence
 from os import system
 from pathlib import Path
 import numpy as np
-from users_helpers import handle_of_helpers, scaled
+from users_helpers import HELD, handle_of_helpers, scaled
 import users_helpers
+try:
+    import tomllib as reader
+except ImportError:
+    import json as reader
 
 RATE = 0.5
 CHANGED = 1
@@ -124,6 +129,9 @@ def uses_class():
 def uses_helpers():
     return handle_of_helpers(), users_helpers.OTHER, scaled(2)
 
+def uses_held():
+    return HELD["w"]
+
 def uses_lock_handle():
     return UNSENDABLE
 
@@ -147,6 +155,18 @@ def two_lambdas(y):
 def closure_on_handle():
     return lambda: HANDLE
 
+def reads_json():
+    import json
+    def read(text):
+        return json.loads(text)
+    return read
+
+def dumps(text):
+    return json.dumps(text)
+
+def computes_with(library):
+    return lambda x: library.sqrt(x)
+
 def local_class():
     class Local:
         pass
@@ -154,6 +174,7 @@ def local_class():
 """
 
 HELPERS = """
+HELD = {}
 FACTOR, OTHER, SECRET = 3, None, None
 def scaled(x):
     return x * FACTOR
@@ -430,6 +451,65 @@ def test_what_peers_may_name(module: Any, closed: Path) -> None:
     assert received(*named("numpy", "sum")) is np.sum
     with pytest.raises(MisuseError, match=r"what is in os is not for peers to name.* --functions-from os"):
         received(*named("os", "system"))
+
+
+def code_with(module: Any, function: types.FunctionType, **values: str) -> tuple[bytes, bytes]:
+    """Code of a module by hand, with modules as globals of its own, or in cells."""
+    form = definition_pb2.Definition(digest="d")
+    file = form.assembly.files.add(module=module.__name__)
+    code = function.__code__
+    part = form.assembly.parts.add(
+        kind=definition_pb2.AssemblyPart.CODE, file=1, name=code.co_name, line=code.co_firstlineno
+    )
+    part.value.dict.SetInParent()
+    for number, (name, value) in enumerate(values.items(), 1):
+        held = part.value.dict if name in code.co_freevars else file.own_globals.dict
+        held.keys.add(text=f"cell {name}" if name in code.co_freevars else name)
+        handle = held.values.add().handle
+        handle.kind, handle.key = "pscluster-part", str(number)
+        form.assembly.parts.add(kind=definition_pb2.AssemblyPart.MODULE, module=value)
+    return form.SerializeToString(), b""
+
+
+@pytest.mark.usefixtures("closed")
+def test_code_keeps_what_its_file_imports(module: Any) -> None:
+    """No other module takes its place, though the file imports that, too; nor is one imported that it does not."""
+    library: Any = importlib.import_module("pscluster.ps.metrics")
+    kept = r"was sent, but the file imports or defines it, or it is built in"
+    not_own = r"metrics\.py is no file of this role's own folders"
+    swaps: list[tuple[tuple[bytes, bytes], str]] = [
+        (code_with(library, library.Metric.of, json="pickle"), not_own),
+        (code_with(library, library.Metric.of), not_own),
+        (code_with(module, module.dumps, json="pickle"), kept),
+        (code_with(module, module.plain, reader="pickle"), kept),
+        (code_with(module, module.plain, print="os"), kept),
+        (code_with(module, module.plain, Color="os"), kept),
+        (code_with(module, module.reads_json(), json="pickle"), "imports json as json, but pickle was sent"),
+        (code_with(module, module.computes_with(math), library="this"), "what is in this is not for peers to name"),
+    ]
+    for message, said in swaps:
+        with pytest.raises(MisuseError, match=said):
+            received(*message)
+    assert "this" not in sys.modules, "it would have printed something"
+    form = definition_pb2.Definition.FromString(swaps[0][0][0])
+    form.assembly.files[0].globals.CopyFrom(form.assembly.files[0].own_globals)
+    del form.assembly.parts[0]
+    with pytest.raises(MisuseError, match=not_own):
+        resolve(form, b"", things)
+    assert library.json.__name__ == "json"
+
+
+@pytest.mark.usefixtures("closed")
+def test_code_has_what_it_is_made_with(module: Any) -> None:
+    """Modules that its file imports, in a closure by whatever name; variables in what another file of its holds."""
+    assert received(*sent(module.reads_json()))("[1]") == [1]
+    assert received(*sent(module.computes_with(math)))(4) == 2
+    assert received(*sent(module.computes_with(np)))(4) == 2
+    sys.modules["users_helpers"].HELD["w"] = Thing("w")
+    assert there(module.uses_held)() == "the receiver's thing w"
+    module.scaled = module.plain
+    with pytest.raises(TypeError, match=r"global 'scaled' of users_steps.py, which is another one than the file impo"):
+        sent(module.uses_helpers)
 
 
 def test_files_elsewhere_are_not_looked_at(tmp_path: Path, closed: Path) -> None:

@@ -13,6 +13,7 @@ another value later.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import enum
 import functools
@@ -27,7 +28,7 @@ from typing import Any, Generic, Protocol
 import numpy as np
 
 from pscluster.core.handles import Handle
-from pscluster.core.source_files import SourceFile, read_source
+from pscluster.core.source_files import Binding, SourceFile, read_source
 from pscluster.core.sources import attributes_of, closure_of, holds_handle, is_library, source_of
 from pscluster.core.value_encoding import UnsendableError, children
 from pscluster.core.value_records import PYTHON_CLASS, is_record_class
@@ -400,6 +401,12 @@ class _Sender:
     def _put_global(self, file: _File, name: str, value: Any, own: bool, into: value_pb2.Value) -> None:
         before = len(self.handles)
         self._put(value, f"the global {name!r} of {file.source.path.name}", into)
+        binding = file.source.bindings.get(name)
+        if hasattr(builtins, name) if binding is None else _is_fixed(binding, into):
+            raise CannotGoByReferenceError(
+                f"it uses the global {name!r} of {file.source.path.name}, which is another one than the file imports "
+                "or defines under that name, or than what is built in: give it another name, or pass it as an argument"
+            )
         if self._rename is None or own:
             return
         renamed = any(self._rename(each) != (each.handle_kind, each.handle_key) for each in self.handles[before:])
@@ -413,7 +420,7 @@ class _Sender:
         """A module has one value of a global, whatever functions use it."""
         mark = ""
         if sent.WhichOneof("kind") is not None:
-            if any(each.handle.kind == PART or each.WhichOneof("kind") == "record" for each in _walk(sent)):
+            if holds_parts(sent):
                 return  # functions and objects: the latest ones count
             mark = self._mark_of(sent)
         key = str(file.source.path), file.source.digest, name
@@ -452,6 +459,11 @@ def holds_code(value: Any) -> bool:
     return isinstance(
         value, types.FunctionType | type | types.MethodType | functools.partial | types.ModuleType
     ) or _has_own_name(value)
+
+
+def holds_parts(value: value_pb2.Value) -> bool:
+    """Is it, or does it hold, more than data and handles?"""
+    return any(each.handle.kind == PART or each.WhichOneof("kind") == "record" for each in _walk(value))
 
 
 def name_of(function: Any) -> str:
@@ -505,6 +517,11 @@ def _as_written(function: types.FunctionType, source: SourceFile) -> bool:
     """Is its code in the file? Of a decorator's wrapper, whose code is in another one, nothing is said."""
     code = function.__code__
     return Path(code.co_filename).absolute() != source.path or source.place_of(code) is not None
+
+
+def _is_fixed(binding: Binding, sent: value_pb2.Value) -> bool:
+    """Would the receiver keep what its own file makes of this global?"""
+    return binding.origin == "definition" or (binding.origin == "import" and holds_parts(sent))
 
 
 def _changed(qualname: str, file: _File) -> str:

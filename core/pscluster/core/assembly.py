@@ -2,26 +2,30 @@
 
 See `pscluster.core.assembling` for what is sent. Nothing that comes is believed: where pickles are off, files must lie
 in this role's own folders (`pscluster.core.trust`), and what is named must be defined where it is said to be: a module
-that has imported `os` does not lend its name to `os.system`. Whatever the message, the outcome is what was meant, or an
-error.
+that has imported `os` does not lend its name to `os.system`. Code and globals are those of the user's own files, and no
+global takes the place of what a file imports, of a class, or of what is built in: the code does with what it was sent
+what it was written to do. Whatever the message, the outcome is what was meant, or an error.
 """
 
 from __future__ import annotations
 
+import builtins
 import enum
 import functools
+import importlib.util
 import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pscluster.core.assembling import MAIN, PART, Part
-from pscluster.core.errors import ProtocolError
-from pscluster.core.own_modules import import_any, import_checked
+from pscluster.core.assembling import MAIN, PART, Part, holds_code, holds_parts
+from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.own_modules import import_checked, import_object, is_own
 from pscluster.core.scripts import UnresolvedReference, load_script
-from pscluster.core.source_files import read_source
+from pscluster.core.source_files import SourceFile, read_source
 from pscluster.core.sources import source_of
+from pscluster.core.trust import trust
 from pscluster.core.value_records import MODULE_MARK, PYTHON_CLASS
 from pscluster.core.values import HandleResolver, decode
 from pscluster.v1 import definition_pb2, value_pb2
@@ -69,22 +73,51 @@ class _Receiver:
 
     def all(self) -> Any:
         """The first part, once all globals are set that the parts use."""
-        for file, module in zip(self._assembly.files, self._modules, strict=True):
+        for number, (file, module) in enumerate(zip(self._assembly.files, self._modules, strict=True)):
             if file.HasField("globals"):
-                vars(module).update(self._globals_in(file, file.globals))
-        for file, module, own in zip(self._assembly.files, self._modules, self._own, strict=True):
+                vars(module).update(self._globals_in(number, file.globals))
+        for number, own in enumerate(self._own):
             if own is not None:
-                own.update(vars(module))
-                own.update(self._globals_in(file, file.own_globals))
+                own.update(vars(self._modules[number]))
+                own.update(self._globals_in(number, self._assembly.files[number].own_globals))
         return self._part(0)
 
-    def _globals_in(self, file: definition_pb2.SourceFile, value: value_pb2.Value) -> dict[str, Any]:
+    def _globals_in(self, number: int, value: value_pb2.Value) -> dict[str, Any]:
+        file = self._assembly.files[number]
+        source = None if trust().pickles else self._source(number)
         found = self._decoded(value)
-        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        if not isinstance(found, dict) or not all(type(name) is str for name in found):
             raise ProtocolError(f"the globals of {file.path} are no names with values")
         if any(name.startswith("__") for name in found):
             raise ProtocolError(f"globals of {file.path} that begin with two underscores are Python's own")
+        if source is not None:
+            sent = dict(zip((key.text for key in value.dict.keys), value.dict.values, strict=False))
+            for name, each in found.items():
+                _check_global(
+                    source, self._modules[number], name, each, is_data=name in sent and not holds_parts(sent[name])
+                )
         return found
+
+    def _source(self, number: int) -> SourceFile:
+        """What a file says whose code, or whose globals, a peer uses."""
+        module = self._modules[number]
+        path = source_of(module)
+        if path is None:
+            raise UnresolvedReference(f"{module.__name__} has no source file here")
+        if not trust().pickles and not is_own(module):
+            raise MisuseError(
+                f"{path} is no file of this role's own folders: as pickles are off here, peers may name what it "
+                "defines at its top, if anything, and no more"
+            )
+        try:
+            return read_source(path, self._assembly.files[number].digest)
+        except (OSError, SyntaxError, ValueError):
+            raise UnresolvedReference(f"{path} was changed since it was loaded here: start this role again") from None
+
+    def _imported(self) -> set[str]:
+        """The modules that the user's files here import."""
+        own = [number for number, module in enumerate(self._modules) if is_own(module)]
+        return {imported for number in own for _, imported in self._source(number).imports}
 
     def _part(self, number: int) -> Any:
         if number in self._made:
@@ -112,7 +145,7 @@ class _Receiver:
             case Part.OBJECT:
                 return self._object(number, part)
             case Part.MODULE:
-                return import_any(part.module)
+                return import_object(part.module, set() if trust().pickles else self._imported())
             case Part.PATH:
                 return Path(part.value.text)
             case Part.DTYPE:
@@ -142,16 +175,10 @@ class _Receiver:
 
     def _function(self, number: int, part: definition_pb2.AssemblyPart) -> types.FunctionType:
         module = self._file(part)
-        path = source_of(module)
-        if path is None:
-            raise UnresolvedReference(f"{module.__name__} has no source file here")
-        try:
-            source = read_source(path, self._assembly.files[part.file - 1].digest)
-        except ValueError:
-            raise UnresolvedReference(f"{path} was changed since it was loaded here: start this role again") from None
+        source = self._source(part.file - 1)
         codes = source.at(part.name, part.line)
         if part.ordinal >= len(codes):
-            raise UnresolvedReference(f"{path} has no {part.name} in line {part.line} here")
+            raise UnresolvedReference(f"{source.path} has no {part.name} in line {part.line} here")
         code = codes[part.ordinal]
         cells = {name: types.CellType() for name in code.co_freevars}
         own = self._own[part.file - 1]
@@ -172,6 +199,8 @@ class _Receiver:
                 case "attributes", dict():
                     function.__dict__.update(value)
                 case str(), _ if what.startswith("cell ") and what[5:] in cells:
+                    if not trust().pickles:
+                        _check_imported(source, module, what[5:], value)
                     cells[what[5:]].cell_contents = value
                 case _:
                     raise ProtocolError(f"{part.name} came with {what!r:.40}, which it has no use for")
@@ -188,6 +217,43 @@ class _Receiver:
         self._made[number] = made  # it may be inside of itself
         _set_state(made, self._decoded(items[1]))
         return made
+
+
+def _check_global(source: SourceFile, module: types.ModuleType, name: str, value: Any, *, is_data: bool) -> None:
+    """MisuseError if this is no global that may be another one than the file makes."""
+    binding, before = source.bindings.get(name), vars(module).get(name)
+    match binding.origin if binding is not None else "":
+        case "":
+            fixed = hasattr(builtins, name) or (source.has_star and holds_code(before))
+        case "import":
+            fixed = not is_data or holds_code(before)  # data of another file, which holds variables by now
+        case "computed":
+            fixed = holds_code(before)  # imports and definitions that are tried one after the other, among others
+        case origin:
+            fixed = origin == "definition"
+    if fixed or (isinstance(before, types.ModuleType) and value is not before):
+        raise MisuseError(
+            f"the global {name!r} of {source.path.name} was sent, but the file imports or defines it, or it is built "
+            "in: as pickles are off here, it can be nothing else. Give what is sent another name, or pass it as an "
+            "argument"
+        )
+    _check_imported(source, module, name, value)
+
+
+def _check_imported(source: SourceFile, module: types.ModuleType, name: str, value: Any) -> None:
+    """MisuseError if a module stands where the file imports another one."""
+    if not isinstance(value, types.ModuleType):
+        return
+    imported = sorted(each for known, each in source.imports if known == name)
+    if imported and value.__name__ not in [_absolute(each, module) for each in imported]:
+        raise MisuseError(f"{source.path.name} imports {', '.join(imported)} as {name}, but {value.__name__} was sent")
+
+
+def _absolute(imported: str, module: types.ModuleType) -> str:
+    try:
+        return importlib.util.resolve_name(imported, vars(module).get("__package__"))
+    except ImportError:
+        return imported
 
 
 def _set_state(made: Any, state: Any) -> None:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import types
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from pscluster.core.errors import MisuseError
@@ -34,11 +35,21 @@ def import_checked(name: str, digest: str) -> types.ModuleType:
     return module
 
 
-def import_any(name: str) -> types.ModuleType:
-    """The module, which a function of a file that peers may name uses: an installed one, or one of the own folders."""
-    if not trust().pickles and not _is_installed(name):
+def import_object(name: str, imported: AbstractSet[str]) -> types.ModuleType:
+    """The module as an object: where pickles are off one that peers may name, or an installed one of these.
+
+    Args:
+        imported: what the files of the user's import that the peer's functions are from.
+    """
+    if not trust().pickles and not (name in imported and _is_installed(name)):
         _check_may_name(name)
     return importlib.import_module(name)
+
+
+def is_own(module: types.ModuleType) -> bool:
+    """Is its source a file of the user's, in a folder whose functions peers may name?"""
+    path = source_of(module)
+    return path is not None and not _is_installed(module.__name__) and trust().owns(path)
 
 
 def _compare(name: str, path: Path | None, digest: str) -> None:

@@ -45,6 +45,8 @@ class SourceFile:
         bindings: by global; those that only the guarded part makes are missing.
         guarded: whether there is such a part.
         has_star: whether it imports names that it does not name.
+        imports: all over the file, inside of functions too: a name, and the module that it may be then, where it is
+            one; as it is written, relative ones with their dots.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class SourceFile:
     bindings: dict[str, Binding]
     guarded: bool
     has_star: bool
+    imports: frozenset[tuple[str, str]]
     codes: tuple[types.CodeType, ...]
 
     def place_of(self, code: types.CodeType) -> tuple[int, int] | None:
@@ -88,6 +91,7 @@ def _read(path: Path, digest: str) -> SourceFile:
         reading.bindings,
         reading.guarded,
         reading.has_star,
+        frozenset(_imports_in(tree)),
         tuple(codes_in(code)),
     )
 
@@ -98,6 +102,19 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
         if isinstance(constant, types.CodeType):
             yield constant
             yield from codes_in(constant)
+
+
+def _imports_in(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                for alias in node.names:
+                    top = alias.name if alias.asname else alias.name.partition(".")[0]
+                    yield alias.asname or top, top
+            case ast.ImportFrom():
+                package = "." * node.level + (f"{node.module}." if node.module else "")
+                for alias in node.names:
+                    yield alias.asname or alias.name, package + alias.name
 
 
 class _Reading:
