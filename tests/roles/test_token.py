@@ -30,6 +30,7 @@ from tests.roles.wire import SECONDS, SERVICES, Metadata
 
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.rpc import Method, methods
+from pscluster.core.serving import RoleOptions
 
 TOKEN = "correct-horse-battery-staple"
 WRONG: dict[str, Metadata] = {
@@ -351,3 +352,8 @@ def test_run_keeps_its_token_to_itself(tmp_path: Path) -> None:
         gate.touch()
         assert process.wait() == 0
         assert token.decode() not in process.output
+
+
+def test_options_do_not_show_it() -> None:
+    """They stand in tracebacks and logs."""
+    assert "hidden" not in repr(RoleOptions(token="a-hidden-token-of-a-cluster"))

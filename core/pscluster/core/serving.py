@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class RoleOptions:
     """How a role serves; see the command line's help for each."""
 
     bind: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     tls: Tls | None = None
     insecure: bool = False
     until_done: bool = False
