@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -161,3 +162,28 @@ def test_errors_are_short() -> None:
         assert cut.endswith(" ...")
         assert len(cut.encode()) <= limits.MAX_ERROR_BYTES + 4
     assert limits.one_line("a\nb\x1b[31mc" + "d" * 500) == "a?b?[31mc" + "d" * 191
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most", "found"),
+    [
+        (256, 4096, 4096, 4096),
+        (256, resource.RLIM_INFINITY, 24576, 10240),
+        (20000, resource.RLIM_INFINITY, 24576, 20000),
+        (256, 100_000, 24576, 10240),
+        (256, resource.RLIM_INFINITY, 300, 256),
+    ],
+)
+def test_descriptors(soft: int, hard: int, most: int, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the process may have; some systems refuse the hard limit that they name themselves."""
+    now = [(soft, hard)]
+
+    def setrlimit(_which: int, wanted: tuple[int, int]) -> None:
+        if not 0 <= wanted[0] <= most:
+            raise ValueError("current limit exceeds maximum limit")
+        now[0] = wanted
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: now[0])
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    limits.raise_descriptor_limit()
+    assert now[0] == (found, hard)

@@ -48,13 +48,22 @@ MAX_CONNECTIONS = 8192
 HANDSHAKE_SECONDS = 10.0
 """For a new connection to say that it speaks HTTP/2 (and TLS): as long as a client tries."""
 
+_DESCRIPTORS = 10240
+"""What every system allows a process to have."""
+
 
 def raise_descriptor_limit() -> None:
     """Let this process have as many descriptors as it may: every connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # some systems name a hard limit that they refuse
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError):  # macOS names an endless hard limit, and refuses more than this
+        endless = hard == resource.RLIM_INFINITY
+        if soft < (least := _DESCRIPTORS if endless else min(hard, _DESCRIPTORS)):
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
 
 
 def connections() -> int:
