@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import ssl
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -33,12 +36,20 @@ from tests.roles.processes import (
 from tests.roles.test_token import ALL_METHODS, call
 from tests.roles.wire import SECONDS, SERVICES, Metadata
 
-from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable, timeline
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+    links,
+    timeline,
+)
 from pscluster.coordinator.health import is_healthy
 from pscluster.coordinator.local_cluster import child_environ
 from pscluster.core import access
 from pscluster.core.certificates import make_certificates, renew_certificates
-from pscluster.core.errors import ConfigurationError
+from pscluster.core.channels import PeerAddress
+from pscluster.core.errors import ConfigurationError, UnavailableError
 from pscluster.core.frames import pack, unpack
 from pscluster.core.rpc import Method, methods
 from pscluster.core.tls import Tls, load_tls
@@ -397,6 +408,29 @@ def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
                 f"pscluster: ps 0 at {address} can't be talked to: {sentence}".replace("/tool/", "/worker/")
             )
             assert "Traceback" not in output
+
+
+def test_a_key_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong is found where there is no folder for temporary files, too."""
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    make_certificates(ours)
+    make_certificates(other)
+    with serving_ours_asking_others(ours, other, tmp_path) as address:
+        tls = Tls(ours / "worker")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        assert "it refused our certificate" in (tls.why_not(address) or "")
+
+
+def test_why_is_not_asked_at_each_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost peer is dialled anew many times in a second; why there is no trust is looked up now and then."""
+    make_certificates(tmp_path)
+    looks, now = list[PeerAddress](), [100.0]
+    monkeypatch.setattr(links, "why_untrusted", looks.append)
+    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    distrust = links.Distrust(PeerAddress("ps", 0, "127.0.0.1:1", Tls(tmp_path / "worker")))
+    for now[0] in (100.0, 100.1, 104.9, 105.1, 105.2):
+        asyncio.run(distrust.look(UnavailableError("gone")))
+    assert len(looks) == 2
 
 
 @contextmanager

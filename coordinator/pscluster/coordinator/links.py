@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
 _END_SECONDS = 5.0
+_LOOK_SECONDS = 5.0
 _WAIT = tenacity.wait_random_exponential(multiplier=0.05, max=0.25)
 _FEW = 3  # attempts of what nobody is to wait long for
 _STEPS = f"/{WORKER_SERVICE.full_name}/Steps"
@@ -71,12 +72,14 @@ class Distrust:
 
     def __init__(self, peer: PeerAddress) -> None:
         self._peer = peer
+        self._next_look = 0.0
         self.why = ""
 
     async def look(self, failure: PsClusterError) -> None:
-        """Log what it is, once: it is waited for that somebody mends it."""
-        if self._peer.tls is None or not isinstance(failure, UnavailableError):
+        """Log what it is, once: it is waited for that somebody mends it. Not looked for at each attempt."""
+        if self._peer.tls is None or not isinstance(failure, UnavailableError) or time.monotonic() < self._next_look:
             return
+        self._next_look = time.monotonic() + _LOOK_SECONDS
         why = str(await asyncio.to_thread(why_untrusted, self._peer) or "")
         if why and why != self.why:
             logger.error("%s", why)

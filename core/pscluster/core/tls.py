@@ -19,7 +19,6 @@ import logging
 import os
 import socket
 import ssl
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -159,10 +158,8 @@ class Tls:
             authorities = None if files.authorities is None else files.authorities.decode("ascii", "ignore")
             context = ssl.create_default_context(cadata=authorities)
             if files.certificate is not None and files.key is not None:
-                with tempfile.NamedTemporaryFile() as file:  # ssl reads certificates from files only; mode 0600
-                    file.write(files.certificate + b"\n" + files.key)
-                    file.flush()
-                    context.load_cert_chain(file.name)
+                # From the folder itself: a key is copied nowhere. One that asks for a password is an error.
+                context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password="")
             context.set_alpn_protocols(["h2"])
             context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as gRPC sees it
             with _connected(address) as plain, context.wrap_socket(plain, server_hostname=host) as connection:
