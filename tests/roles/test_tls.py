@@ -443,6 +443,13 @@ def serving_ours_asking_others(ours: Path, other: Path, folder: Path) -> Iterato
         yield address
 
 
+# Of the kind 1.3.101.122, which there is not; beside it stands one that there is.
+UNKNOWN_KEY = b"""-----BEGIN PRIVATE KEY-----
+MC4CAQAwBQYDK2V6BCIEIIQgchrkNZEeG6Y1Q4igwd85NCUmoHU4VNqU9B2Zx4yW
+-----END PRIVATE KEY-----
+"""
+
+
 def test_unusable_files(tmp_path: Path) -> None:
     """What can't be used is refused at the start: exit code 2 and one line that names the file and the mend."""
     good, old = tmp_path / "good", tmp_path / "old"
@@ -472,6 +479,7 @@ def test_unusable_files(tmp_path: Path) -> None:
             changed("rubbish", key=b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"),
             "tls.key can't be used",
         ),
+        (changed("unknown", key=UNKNOWN_KEY), "tls.key can't be used: Unknown key type"),
         (changed("no CA", ca=b"none"), "ca.crt can't be used"),
         (changed("ca only", crt=None, key=None), "holds no tls.crt and tls.key, without which nobody can be served"),
     ]

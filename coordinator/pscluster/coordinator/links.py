@@ -114,10 +114,10 @@ class PsLink:
         self._declare_again = declare_again
         self._closed: list[int] = []  # incarnations; what a server that comes back has to know before it serves
         self._finished = IntervalSet()
+        self._generation = 0 if peer.tls is None else peer.tls.look_again()  # before the channel: that may be newer
         self._channel = open_aio_channel(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
         self._ps = Stub(self._channel, PS_SERVICE)
-        self._generation = 0 if peer.tls is None else peer.tls.generation
         self._old_channels: list[grpc.aio.Channel] = []
         self._distrust = Distrust(peer)
         self._attached: Any = None

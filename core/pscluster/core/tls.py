@@ -278,6 +278,7 @@ def _stamps(folder: Path) -> list[object]:
 def _read(folder: Path) -> _Files:
     """What is in the folder, checked: gRPC takes anything, and fails every connection afterwards."""
     from cryptography import x509  # only where there is TLS: it takes longer to import than a health check takes
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
     certificate, key, authorities = (_bytes(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES))
@@ -307,7 +308,7 @@ def _read(folder: Path) -> _Files:
                 )
     except ConfigurationError:
         raise
-    except (ValueError, TypeError) as error:  # TypeError: the key has a password
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
         raise ConfigurationError(f"{where} can't be used: {error}; {_MEND}") from None
     return _Files(certificate, key, authorities, ends)
 

@@ -127,8 +127,9 @@ class Server:
 
     def hello(self) -> node_pb2.HelloReply:
         """The handshake. UnavailableError if nobody answers."""
+        generation = 0 if self.peer.tls is None else self.peer.tls.look_again()  # reads files: not while others wait
         with self._lock:
-            if self.peer.tls is not None and self.peer.tls.look_again() != self._generation:
+            if generation > self._generation:
                 self._open()  # with the renewed certificate; what is under way on the old channels ends there
         return say_hello(self._control, self.peer, self._identity, self.metadata)
 
