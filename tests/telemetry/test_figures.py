@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import threading
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import grpc
 import pytest
 
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.telemetry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
+from pscluster.ps.counts import ServiceCounts
+from pscluster.ps.plans import PreparedRead
+from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.telemetry import ServerTelemetry
 from pscluster.worker.telemetry import WorkerTelemetry
 
@@ -70,6 +79,47 @@ def test_the_document_has_them(role: type[Telemetry]) -> None:
         assert rows == [
             [f"| `{each.name}`", ", ".join(each.labels), f"{each.help}{kinds.get(each.kind, '')} |"] for each in figures
         ]
+
+
+def test_nothing_is_called_between_the_reading_and_the_writing_of_a_counter() -> None:
+    """Or what other threads have added meanwhile would be lost; see `pscluster.core.telemetry`."""
+    found = []
+    for path in sorted(Path(__file__).parents[2].glob("*/pscluster/*/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AugAssign) and not isinstance(node.target, ast.Name):
+                added = ast.unparse(node.value)
+                calls = any(isinstance(part, ast.Call) for part in ast.walk(node.value))
+                if calls and re.search(
+                    r"count|_pulled|_pushed|monotonic|perf_counter", f"{ast.unparse(node.target)} {added}"
+                ):
+                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread answers the same read while the clock is looked at: what it has added stays."""
+    prepared = PreparedRead([])
+    role = SimpleNamespace(
+        counts=ServiceCounts(), waiting=False, store=SimpleNamespace(index=0, prepared=lambda data: prepared)
+    )
+    service = ParameterServerService(cast(ParameterServerRole, role))
+    asked, seconds = count(), list[float]()
+
+    def answer() -> None:
+        service._reply(b"", cast(grpc.ServicerContext, None))
+        seconds.append(prepared.seconds)
+
+    def clock() -> float:
+        now = float(next(asked))
+        if now == 1:  # as the first thread is about to add
+            other = threading.Thread(target=answer)
+            other.start()
+            other.join()
+        return now
+
+    monkeypatch.setattr("pscluster.ps.service.time", SimpleNamespace(monotonic=clock))
+    answer()
+    assert seconds == [1, 2]
 
 
 class OneRole(Telemetry):

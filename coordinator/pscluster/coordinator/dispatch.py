@@ -1099,8 +1099,9 @@ class Dispatcher:
         returned: list[int] = []
         if not self._lock.acquire(blocking=False):
             self._lock.acquire()
+            took = time.monotonic() - begin
             counts.lock_waits += 1
-            counts.lock_seconds += time.monotonic() - begin
+            counts.lock_seconds += took
         try:
             before = scheduler.error
             unblocked = False

@@ -57,15 +57,17 @@ class WorkerCounts:
 
     def not_idle(self) -> None:
         """There is something to run, or nothing is waited for any more."""
+        now = time.monotonic()
         if self.idle_since:
-            self._idle_seconds += time.monotonic() - self.idle_since
+            self._idle_seconds += now - self.idle_since
             self.idle_since = 0.0
 
     @property
     def idle_seconds(self) -> float:
         """For which it was attached, and had no function to run."""
-        since = self.idle_since
-        return self._idle_seconds + (time.monotonic() - since if since else 0.0)
+        now = time.monotonic()  # before the two are read, between which there is no call
+        since, before = self.idle_since, self._idle_seconds
+        return before + max(now - since, 0.0) if since else before
 
     def remember(
         self,
