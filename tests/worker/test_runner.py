@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import grpc
@@ -17,13 +17,16 @@ from pscluster.core.errors import StaleError
 from pscluster.core.handles import Handle
 from pscluster.core.values import encode_call
 from pscluster.ps.client import PsClient
+from pscluster.ps.counts import ClientCounts
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker import runner as runner_module
+from pscluster.worker.failures import failure_of
 from pscluster.worker.job import Job
 from pscluster.worker.pipelines import Pipeline
 from pscluster.worker.runner import Outcome, Runner
 from pscluster.worker.service import WorkerRole, WorkerService
 from pscluster.worker.sources import source_of
+from pscluster.worker.telemetry import WorkerTelemetry
 
 PATIENCE = 60.0
 
@@ -268,6 +271,43 @@ def test_a_stream_that_waits_for_its_turn_ends_with_its_call(monkeypatch: pytest
     stream = begin_stream(role, role.attached(node_pb2.AttachRequest(job=7)), context)
     with role._turn:
         assert list(stream) == []
+
+
+def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a failure is written down, and while another coordinator comes, no figure falls. The shortest count."""
+    role, seen = make_role(), list[Any]()
+    telemetry = WorkerTelemetry(role, ClientCounts(0))
+
+    def note() -> None:
+        figures = telemetry.snapshot()
+        seen.append((figures["functions_done_total"], figures["functions_failed_total"]))
+
+    def noted(error: BaseException) -> Any:
+        note()
+        return failure_of(error)
+
+    def ended(runner: Runner) -> None:
+        note()
+        end(runner)
+
+    end = Runner.end
+    monkeypatch.setattr(runner_module, "failure_of", noted)
+    monkeypatch.setattr(Runner, "end", ended)
+    incarnation = role.attached(node_pb2.AttachRequest(job=7))
+    role.job(incarnation)._definitions.update(nothing=lambda: None)
+    steps = [step(1, "nothing"), step(2, "nowhere")]
+    requests = [worker_pb2.StepsRequest(incarnation=incarnation), worker_pb2.StepsRequest(position=1, steps=steps)]
+    replies = list(WorkerService(role).steps(iter(requests), cast(grpc.ServicerContext, Context())))
+    assert [outcome.kind for reply in replies for outcome in reply.outcomes] == [Outcome.DONE, Outcome.FAILED]
+    role.job_ended()
+    assert seen == [(1, 1)] * 3
+    status = node_pb2.StatusReply()
+    role.describe(status)
+    assert status.functions_done == 1
+    runs = telemetry.snapshot()["run_seconds"]
+    assert isinstance(runs, Mapping)
+    assert runs["count"] == 2
+    assert 0 < status.function_seconds == runs["sum"]
 
 
 class Given(Handle):

@@ -27,7 +27,7 @@ class WorkerCounts:
         runs: seconds of each function that ran, its arguments' and result's coding not counted.
         shortest, shortest_seconds: of these, how many took at most `SHORTEST_SECONDS`, and how long all of them did;
             they are not among `runs` before `all_runs`.
-        failed, cancelled: of those.
+        done, failed, cancelled: how many functions returned, raised, or were stopped as they ran.
         returned: functions that were given back and never began.
         attachments: how often a coordinator took it.
         data_seconds: for which functions waited for data.
@@ -37,7 +37,7 @@ class WorkerCounts:
     def __init__(self, recording: Recording) -> None:
         self.runs = Histogram()
         self.shortest, self.shortest_seconds = 0, 0.0
-        self.failed = self.cancelled = self.returned = self.attachments = 0
+        self.done = self.failed = self.cancelled = self.returned = self.attachments = 0
         self.data_seconds = 0.0
         self.idle_since = 0.0
         self.recording = recording

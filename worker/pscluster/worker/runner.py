@@ -72,7 +72,6 @@ class Runner:
         self._reading = False  # the reader reads, or is to read, one message
         self._read_all = False  # there is no other
         self._seconds = 0.0  # the last function took
-        self.done = 0
 
     @property
     def running(self) -> int:
@@ -189,7 +188,6 @@ class Runner:
         with self._condition:
             self._running = None
             self._seconds = outcome.seconds
-            self.done += 1
             self._outbox.append(outcome)
             self._condition.notify_all()
 
@@ -216,6 +214,7 @@ class Runner:
             if step.want_result and result is not None:
                 self._encode_result(step.function, result, outcome)
             outcome.kind = Outcome.DONE
+            counts.done += 1
         except FunctionCancelled:
             outcome.kind = Outcome.CANCELLED
             outcome.seconds = seconds = time.monotonic() - begin
