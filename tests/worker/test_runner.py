@@ -273,6 +273,31 @@ def test_a_stream_that_waits_for_its_turn_ends_with_its_call(monkeypatch: pytest
         assert list(stream) == []
 
 
+def test_the_next_message_is_read_behind_an_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came while nothing ran may run before its reader has gone on: the reader still reads what comes next."""
+    monkeypatch.setattr(runner_module, "LONG_SECONDS", -1.0)  # all are long
+    first, second = Blocker(), Blocker()
+    read_one = Runner._read_one
+
+    def read_and_linger(runner: Runner) -> bool:
+        more = read_one(runner)
+        if threading.current_thread().name == "functions-ahead" and runner._read == 2:
+            assert second.begun.wait(PATIENCE)
+        return more
+
+    monkeypatch.setattr(Runner, "_read_one", read_and_linger)
+    stream = Stream(make_job(first=first, second=second, note=lambda: None))
+    stream.send(1, step(11, "first"))
+    assert first.begun.wait(PATIENCE)  # and the reader waits for a message
+    first.released.set()
+    until(lambda: len(stream.outcomes) == 1, "nothing runs")
+    stream.send(2, step(12, "second"))
+    stream.send(3, step(13, "note"))
+    until(lambda: stream.runner._read == 3, "the message was read while a function runs")
+    second.released.set()
+    assert kinds(stream.end()) == {(11, "DONE"): 1, (12, "DONE"): 1, (13, "DONE"): 1}
+
+
 def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a failure is written down, and while another coordinator comes, no figure falls. The shortest count."""
     role, seen = make_role(), list[Any]()

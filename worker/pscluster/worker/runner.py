@@ -134,10 +134,10 @@ class Runner:
                 pass
             except Exception:
                 logger.exception("the stream of steps can't be read; its functions go to other workers")
-            with self._condition:
-                self._reading, self._read_all = False, not more
-                self._condition.notify_all()
             if not more:
+                with self._condition:
+                    self._reading, self._read_all = False, True
+                    self._condition.notify_all()
                 return
 
     def _want_next(self) -> None:
@@ -164,6 +164,7 @@ class Runner:
                     self._waiting.append((position, step, now))
                     if step.parts:
                         self._job.expect_parts(step)
+            self._reading = False  # at once with what came: whoever runs that may want the next message already
             self._condition.notify_all()
 
     def _next(self) -> tuple[int, worker_pb2.Step, float] | None:
