@@ -14,6 +14,8 @@ from typing import cast
 import grpc
 import pytest
 
+from pscluster.coordinator.counts import CoordinatorCounts
+from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.telemetry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
 from pscluster.ps.counts import ServiceCounts
@@ -42,6 +44,17 @@ def test_many_that_lie_between_two(first: float, last: float, count: int) -> Non
         one_by_one.add(first - (first - last) / max(count - 1, 1) * place)
     assert at_once.counts == one_by_one.counts
     assert at_once.total == pytest.approx(one_by_one.total)
+
+
+def test_the_wait_of_each_that_was_sent_together() -> None:
+    """A few old ones at the head, which a lost worker had, do not make the others old; many in a row count as each."""
+    counts, ages = CoordinatorCounts(), [30.0, 20.0, *[0.02] * 98]
+    counts.sent([Task(None, since=100.0 - age) for age in ages], 100.0)
+    assert counts.dispatches.total == pytest.approx(sum(ages))
+    assert [many for many in counts.dispatches.counts if many] == [98, 2]
+    counts.sent([Task(None, since=100.0 - age / 1000) for age in range(200, 101, -1)], 100.0)
+    assert counts.dispatches.total == pytest.approx(sum(ages) + sum(range(102, 201)) / 1000)
+    assert sum(counts.dispatches.counts) == 199
 
 
 def test_labels_are_bounded_and_stay() -> None:

@@ -57,7 +57,7 @@ class Histogram:
         self.total += value
 
     def add_falling(self, first: float, last: float, count: int) -> None:
-        """Count so many that lie between these two, which are nearly equal where there are many."""
+        """Count so many that lie evenly between these two."""
         here, there = bisect_left(self.bounds, first), bisect_left(self.bounds, last)
         if here == there:
             self.counts[here] += count
