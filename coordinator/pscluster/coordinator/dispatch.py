@@ -71,7 +71,7 @@ FINISH_SECONDS = 2.0
 """So often servers are told which functions have ended: it only frees their memory, and delays what runs meanwhile."""
 
 QUIET_SECONDS = 60.0
-"""When nothing has come back from any worker for so long, the log says what is waited for, and again."""
+"""When nothing has come back from any worker for so long, the log says what is waited for: once, until that changes."""
 
 CANCEL_SECONDS = 0.1
 """After so long a task that goes on is cancelled again."""
