@@ -18,10 +18,12 @@ from pscluster.coordinator.counts import CoordinatorCounts
 from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.telemetry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
-from pscluster.ps.counts import ServiceCounts
+from pscluster.ps.budget import Budget
+from pscluster.ps.counts import ServiceCounts, VariableCounts
 from pscluster.ps.plans import PreparedRead
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.telemetry import ServerTelemetry
+from pscluster.ps.wire import PINNED
 from pscluster.worker.telemetry import WorkerTelemetry
 
 ROLES: list[type[Telemetry]] = [CoordinatorTelemetry, ServerTelemetry, WorkerTelemetry]
@@ -133,6 +135,16 @@ def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("pscluster.ps.service.time", SimpleNamespace(monotonic=clock))
     answer()
     assert seconds == [1, 2]
+
+
+def test_an_evaluations_copies_take_no_counts_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bytes are those of `other`; what is read of them is counted by no variable, since they go again."""
+    role, counts = ParameterServerRole(0), VariableCounts()
+    counts.read(8, 0.1, 1)
+    monkeypatch.setattr(role.store, "traffic", lambda: [("own", 16, counts), (f"{PINNED}1/own", 16, counts)])
+    figures = ServerTelemetry(role, Budget(1)).snapshot()
+    assert figures["variable_bytes"] == {"own": 16, OTHER: 16}
+    assert figures["variable_pulls_total"] == {"own": 1}
 
 
 class OneRole(Telemetry):
