@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -15,11 +16,13 @@ from tests.conftest import until
 
 from pscluster.core.errors import StaleError
 from pscluster.core.handles import Handle
+from pscluster.core.telemetry.recording import Recording
 from pscluster.core.values import encode_call
 from pscluster.ps.client import PsClient
 from pscluster.ps.counts import ClientCounts
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker import runner as runner_module
+from pscluster.worker.counts import WorkerCounts
 from pscluster.worker.failures import failure_of
 from pscluster.worker.job import Job
 from pscluster.worker.pipelines import Pipeline
@@ -333,6 +336,19 @@ def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPat
     assert isinstance(runs, Mapping)
     assert runs["count"] == 2
     assert 0 < status.function_seconds == runs["sum"]
+
+
+def test_a_stream_that_ends_does_not_end_the_next_ones_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each second without a function is counted once, also where an old stream ends behind the beginning of another."""
+    clock = iter(range(10, 100, 10))
+    monkeypatch.setattr("pscluster.worker.counts.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    counts = WorkerCounts(Recording())
+    old = counts.idle()  # at 10
+    new = counts.idle()  # at 20
+    counts.not_idle(old)  # at 30
+    assert counts.idle_seconds == 10 + 20  # at 40
+    counts.not_idle(new)  # at 50
+    assert counts.idle_seconds == 10 + 30
 
 
 class Given(Handle):

@@ -88,13 +88,13 @@ class Runner:
     def run(self, requests: Iterator[worker_pb2.StepsRequest]) -> None:
         """Take steps from the stream and run them until it ends."""
         self._requests, counts = requests, self._counts
+        idle = counts.idle()
         try:
-            counts.idle_since = time.monotonic()
             while self._wait_next():
-                counts.not_idle()
+                counts.not_idle(idle)
                 while (next_one := self._next()) is not None:
                     self._settle(self._run_one(*next_one))
-                counts.idle_since = time.monotonic()
+                idle = counts.idle()
         except grpc.RpcError:
             pass  # the coordinator has gone: nobody waits for outcomes
         except PsClusterError as error:
@@ -102,7 +102,7 @@ class Runner:
         except Exception:
             logger.exception("the runner stopped; its functions go to other workers")
         finally:
-            counts.not_idle()
+            counts.not_idle(idle)
             self.end()
 
     def _wait_next(self) -> bool:
