@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import threading
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import grpc
 import pytest
 
+from pscluster.coordinator.counts import CoordinatorCounts
+from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.telemetry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
+from pscluster.ps.budget import Budget
+from pscluster.ps.counts import ServiceCounts, VariableCounts
+from pscluster.ps.plans import PreparedRead
+from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.telemetry import ServerTelemetry
+from pscluster.ps.wire import PINNED
 from pscluster.worker.telemetry import WorkerTelemetry
 
 ROLES: list[type[Telemetry]] = [CoordinatorTelemetry, ServerTelemetry, WorkerTelemetry]
@@ -33,6 +46,17 @@ def test_many_that_lie_between_two(first: float, last: float, count: int) -> Non
         one_by_one.add(first - (first - last) / max(count - 1, 1) * place)
     assert at_once.counts == one_by_one.counts
     assert at_once.total == pytest.approx(one_by_one.total)
+
+
+def test_the_wait_of_each_that_was_sent_together() -> None:
+    """A few old ones at the head, which a lost worker had, do not make the others old; many in a row count as each."""
+    counts, ages = CoordinatorCounts(), [30.0, 20.0, *[0.02] * 98]
+    counts.sent([Task(None, since=100.0 - age) for age in ages], 100.0)
+    assert counts.dispatches.total == pytest.approx(sum(ages))
+    assert [many for many in counts.dispatches.counts if many] == [98, 2]
+    counts.sent([Task(None, since=100.0 - age / 1000) for age in range(200, 101, -1)], 100.0)
+    assert counts.dispatches.total == pytest.approx(sum(ages) + sum(range(102, 201)) / 1000)
+    assert sum(counts.dispatches.counts) == 199
 
 
 def test_labels_are_bounded_and_stay() -> None:
@@ -70,6 +94,57 @@ def test_the_document_has_them(role: type[Telemetry]) -> None:
         assert rows == [
             [f"| `{each.name}`", ", ".join(each.labels), f"{each.help}{kinds.get(each.kind, '')} |"] for each in figures
         ]
+
+
+def test_nothing_is_called_between_the_reading_and_the_writing_of_a_counter() -> None:
+    """Or what other threads have added meanwhile would be lost; see `pscluster.core.telemetry`."""
+    found = []
+    for path in sorted(Path(__file__).parents[2].glob("*/pscluster/*/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AugAssign) and not isinstance(node.target, ast.Name):
+                added = ast.unparse(node.value)
+                calls = any(isinstance(part, ast.Call) for part in ast.walk(node.value))
+                if calls and re.search(
+                    r"count|_pulled|_pushed|monotonic|perf_counter", f"{ast.unparse(node.target)} {added}"
+                ):
+                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread answers the same read while the clock is looked at: what it has added stays."""
+    prepared = PreparedRead([])
+    role = SimpleNamespace(
+        counts=ServiceCounts(), waiting=False, store=SimpleNamespace(index=0, prepared=lambda data: prepared)
+    )
+    service = ParameterServerService(cast(ParameterServerRole, role))
+    asked, seconds = count(), list[float]()
+
+    def answer() -> None:
+        service._reply(b"", cast(grpc.ServicerContext, None))
+        seconds.append(prepared.seconds)
+
+    def clock() -> float:
+        now = float(next(asked))
+        if now == 1:  # as the first thread is about to add
+            other = threading.Thread(target=answer)
+            other.start()
+            other.join()
+        return now
+
+    monkeypatch.setattr("pscluster.ps.service.time", SimpleNamespace(monotonic=clock))
+    answer()
+    assert seconds == [1, 2]
+
+
+def test_an_evaluations_copies_take_no_counts_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bytes are those of `other`; what is read of them is counted by no variable, since they go again."""
+    role, counts = ParameterServerRole(0), VariableCounts()
+    counts.read(8, 0.1, 1)
+    monkeypatch.setattr(role.store, "traffic", lambda: [("own", 16, counts), (f"{PINNED}1/own", 16, counts)])
+    figures = ServerTelemetry(role, Budget(1)).snapshot()
+    assert figures["variable_bytes"] == {"own": 16, OTHER: 16}
+    assert figures["variable_pulls_total"] == {"own": 1}
 
 
 class OneRole(Telemetry):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -15,15 +16,20 @@ from tests.conftest import until
 
 from pscluster.core.errors import StaleError
 from pscluster.core.handles import Handle
+from pscluster.core.telemetry.recording import Recording
 from pscluster.core.values import encode_call
 from pscluster.ps.client import PsClient
+from pscluster.ps.counts import ClientCounts
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker import runner as runner_module
+from pscluster.worker.counts import WorkerCounts
+from pscluster.worker.failures import failure_of
 from pscluster.worker.job import Job
 from pscluster.worker.pipelines import Pipeline
 from pscluster.worker.runner import Outcome, Runner
 from pscluster.worker.service import WorkerRole, WorkerService
 from pscluster.worker.sources import source_of
+from pscluster.worker.telemetry import WorkerTelemetry
 
 PATIENCE = 60.0
 
@@ -268,6 +274,81 @@ def test_a_stream_that_waits_for_its_turn_ends_with_its_call(monkeypatch: pytest
     stream = begin_stream(role, role.attached(node_pb2.AttachRequest(job=7)), context)
     with role._turn:
         assert list(stream) == []
+
+
+def test_the_next_message_is_read_behind_an_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came while nothing ran may run before its reader has gone on: the reader still reads what comes next."""
+    monkeypatch.setattr(runner_module, "LONG_SECONDS", -1.0)  # all are long
+    first, second = Blocker(), Blocker()
+    read_one = Runner._read_one
+
+    def read_and_linger(runner: Runner) -> bool:
+        more = read_one(runner)
+        if threading.current_thread().name == "functions-ahead" and runner._read == 2:
+            assert second.begun.wait(PATIENCE)
+        return more
+
+    monkeypatch.setattr(Runner, "_read_one", read_and_linger)
+    stream = Stream(make_job(first=first, second=second, note=lambda: None))
+    stream.send(1, step(11, "first"))
+    assert first.begun.wait(PATIENCE)  # and the reader waits for a message
+    first.released.set()
+    until(lambda: len(stream.outcomes) == 1, "nothing runs")
+    stream.send(2, step(12, "second"))
+    stream.send(3, step(13, "note"))
+    until(lambda: stream.runner._read == 3, "the message was read while a function runs")
+    second.released.set()
+    assert kinds(stream.end()) == {(11, "DONE"): 1, (12, "DONE"): 1, (13, "DONE"): 1}
+
+
+def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a failure is written down, and while another coordinator comes, no figure falls. The shortest count."""
+    role, seen = make_role(), list[Any]()
+    telemetry = WorkerTelemetry(role, ClientCounts(0))
+
+    def note() -> None:
+        figures = telemetry.snapshot()
+        seen.append((figures["functions_done_total"], figures["functions_failed_total"]))
+
+    def noted(error: BaseException) -> Any:
+        note()
+        return failure_of(error)
+
+    def ended(runner: Runner) -> None:
+        note()
+        end(runner)
+
+    end = Runner.end
+    monkeypatch.setattr(runner_module, "failure_of", noted)
+    monkeypatch.setattr(Runner, "end", ended)
+    incarnation = role.attached(node_pb2.AttachRequest(job=7))
+    role.job(incarnation)._definitions.update(nothing=lambda: None)
+    steps = [step(1, "nothing"), step(2, "nowhere")]
+    requests = [worker_pb2.StepsRequest(incarnation=incarnation), worker_pb2.StepsRequest(position=1, steps=steps)]
+    replies = list(WorkerService(role).steps(iter(requests), cast(grpc.ServicerContext, Context())))
+    assert [outcome.kind for reply in replies for outcome in reply.outcomes] == [Outcome.DONE, Outcome.FAILED]
+    role.job_ended()
+    assert seen == [(1, 1)] * 3
+    status = node_pb2.StatusReply()
+    role.describe(status)
+    assert status.functions_done == 1
+    runs = telemetry.snapshot()["run_seconds"]
+    assert isinstance(runs, Mapping)
+    assert runs["count"] == 2
+    assert 0 < status.function_seconds == runs["sum"]
+
+
+def test_a_stream_that_ends_does_not_end_the_next_ones_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each second without a function is counted once, also where an old stream ends behind the beginning of another."""
+    clock = iter(range(10, 100, 10))
+    monkeypatch.setattr("pscluster.worker.counts.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    counts = WorkerCounts(Recording())
+    old = counts.idle()  # at 10
+    new = counts.idle()  # at 20
+    counts.not_idle(old)  # at 30
+    assert counts.idle_seconds == 10 + 20  # at 40
+    counts.not_idle(new)  # at 50
+    assert counts.idle_seconds == 10 + 30
 
 
 class Given(Handle):

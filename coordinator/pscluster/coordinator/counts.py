@@ -51,7 +51,13 @@ class CoordinatorCounts:
 
     def sent(self, tasks: Sequence[Task[Any]], now: float) -> None:
         """These were sent, in the order in which they were scheduled, nearly. Under the dispatcher's lock."""
-        self.dispatches.add_falling(now - tasks[0].since, now - tasks[-1].since, len(tasks))
+        first, last = now - tasks[0].since, now - tasks[-1].since
+        if last / 2 <= first <= 2 * last:
+            self.dispatches.add_falling(first, last, len(tasks))
+            return
+        # The queue was short; or there are such among them that run again, which come first and are far older.
+        for task in tasks:
+            self.dispatches.add(now - task.since)
 
     def remember(self, task: Task[Any], name: str, worker: int, end: float, how: str) -> None:
         """Put a run of it on the record. Under the dispatcher's lock."""

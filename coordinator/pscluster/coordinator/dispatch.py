@@ -71,7 +71,7 @@ FINISH_SECONDS = 2.0
 """So often servers are told which functions have ended: it only frees their memory, and delays what runs meanwhile."""
 
 QUIET_SECONDS = 60.0
-"""When nothing has come back from any worker for so long, the log says what is waited for, and again."""
+"""When nothing has come back from any worker for so long, the log says what is waited for: once, until that changes."""
 
 CANCEL_SECONDS = 0.1
 """After so long a task that goes on is cancelled again."""
@@ -1099,8 +1099,9 @@ class Dispatcher:
         returned: list[int] = []
         if not self._lock.acquire(blocking=False):
             self._lock.acquire()
+            took = time.monotonic() - begin
             counts.lock_waits += 1
-            counts.lock_seconds += time.monotonic() - begin
+            counts.lock_seconds += took
         try:
             before = scheduler.error
             unblocked = False

@@ -190,8 +190,8 @@ class ParameterServerStrategy(Strategy):
             take_over=take_over,
         )
         self.token = token
-        self.peers = [*ps, *self._workers]
-        """All tasks but this one."""
+        self.tasks = [*ps, *self._workers]
+        """The parameter servers and workers."""
         try:
             options = options.with_credentials(token, tls)
             if options.dashboard:
@@ -244,11 +244,6 @@ class ParameterServerStrategy(Strategy):
     def metrics_address(self) -> str:
         """HOST:PORT of `/metrics`; "": it is not served."""
         return self._metrics.address if self._metrics is not None else ""
-
-    @property
-    def tasks(self) -> list[PeerAddress]:
-        """The parameter servers and workers."""
-        return [*(server.peer for server in self._servers), *self._workers]
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

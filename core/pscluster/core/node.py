@@ -29,7 +29,7 @@ from pscluster.core.errors import BusyError, ProtocolError, StaleError
 from pscluster.core.fault_points import reach
 from pscluster.core.identity import check_version
 from pscluster.core.limits import MAX_COUNT, check_count, check_name, one_line
-from pscluster.core.process import memory_bytes
+from pscluster.core.telemetry import resident_bytes
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class NodeService:
         """How this task does."""
         reply = node_pb2.StatusReply(identity=self.identity, uptime_seconds=time.monotonic() - self._started)
         reply.metrics_address = self.metrics_address
-        reply.memory_bytes = memory_bytes()
+        reply.memory_bytes = resident_bytes()
         with self._lock:
             reply.coordinator = self._attachment.holder if self._attachment.held else ""
             reply.state = "serving" if self._attachment.held else "waiting for a coordinator"

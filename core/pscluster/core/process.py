@@ -7,7 +7,6 @@ import ctypes
 import datetime
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -115,15 +114,6 @@ class _JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
-
-
-def memory_bytes() -> int:
-    """Resident memory of this process, now; 0 where the system does not say (elsewhere than on Linux)."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def main_of(command: click.Command) -> None:

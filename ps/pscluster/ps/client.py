@@ -389,8 +389,10 @@ class PsClient:
             self._exchange("pull", small, finish, function)
         if large:
             self._on_each(large)
-        self._pulled += sum(part.size for part in parts)
-        self._pushed += sum(part.ids.nbytes for part in parts if part.ids is not None)
+        pulled = sum(part.size for part in parts)
+        pushed = sum(part.ids.nbytes for part in parts if part.ids is not None)
+        self._pulled += pulled
+        self._pushed += pushed
         if to_keep:
             behind = self._versions([part for part, _ in to_keep])
             for (part, before), after in zip(to_keep, behind, strict=True):
@@ -539,7 +541,8 @@ class PsClient:
             if large:
                 self._on_each(large)
             reach("client.update.after")
-            self._pushed += sum(len(part.values) + (0 if part.ids is None else part.ids.nbytes) for part in parts)
+            pushed = sum(len(part.values) + (0 if part.ids is None else part.ids.nbytes) for part in parts)
+            self._pushed += pushed
         finally:
             if number:
                 self._sequences.done(number)
@@ -697,7 +700,8 @@ class PsClient:
         except BaseException:
             self.delete_variable(spec.name, spec.id)
             raise
-        self._pushed += sum(shard.nbytes for shard in shards or ())
+        pushed = sum(shard.nbytes for shard in shards or ())
+        self._pushed += pushed
 
     def _create_there(
         self, index: int, spec: ps_pb2.VariableSpec, forms: Sequence[tuple[ps_pb2.Initializer, bytes]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from pscluster.core.telemetry import Histogram, Value
@@ -94,7 +93,7 @@ class ClientCounts:
         self.pushes = [Histogram() for _ in range(num_servers)]
         self.pulled_bytes = [0] * num_servers
         self.pushed_bytes = [0] * num_servers
-        self.reconnects = Counter[int]()
+        self.reconnects = [0] * num_servers
         self.recording = Recording()
 
     def plain(self) -> dict[str, Value]:
@@ -108,5 +107,5 @@ class ClientCounts:
             "push_seconds": {str(index): each.plain() for index, each in enumerate(self.pushes)},
             "pulled_bytes_total": by_server(self.pulled_bytes),
             "pushed_bytes_total": by_server(self.pushed_bytes),
-            "server_reconnects_total": by_server([self.reconnects[index] for index in range(len(self.pulls))]),
+            "server_reconnects_total": by_server(self.reconnects),
         }

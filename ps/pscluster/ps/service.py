@@ -232,10 +232,12 @@ class ParameterServerService:
             end = time.monotonic()
             if what == "pull":
                 counts.pulls.add(end - begin)
-                counts.pulled_bytes += len(answer)
+                nbytes = len(answer)
+                counts.pulled_bytes += nbytes
             elif what == "push":
                 counts.pushes.add(end - begin)
-                counts.pushed_bytes += len(data)
+                nbytes = len(data)
+                counts.pushed_bytes += nbytes
             if name and what:
                 counts.recording.served.append(Served(name, nth, what, begin, end))
             yield answer
@@ -253,8 +255,9 @@ class ParameterServerService:
                 with self.drain.passing():
                     begin = time.monotonic()
                     answer = prepared.reply()
+                    took = time.monotonic() - begin
                     prepared.times += 1
-                    prepared.seconds += time.monotonic() - begin
+                    prepared.seconds += took
                     return "pull", answer
             if not request.last or request.total_bytes != len(payload):
                 raise ProtocolError("a session's request has one frame, marked as the last")

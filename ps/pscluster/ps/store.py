@@ -679,8 +679,9 @@ class Store:
             item, begin = part.item, time.monotonic()
             if not part.shard.lock.acquire(blocking=False):
                 part.shard.lock.acquire()
+                took = time.monotonic() - begin
                 self.counts.lock_waits += 1
-                self.counts.lock_seconds += time.monotonic() - begin
+                self.counts.lock_seconds += took
             try:
                 with self._lock:
                     self.check_job(request.job)  # it may have been taken over since

@@ -27,20 +27,19 @@ class WorkerCounts:
         runs: seconds of each function that ran, its arguments' and result's coding not counted.
         shortest, shortest_seconds: of these, how many took at most `SHORTEST_SECONDS`, and how long all of them did;
             they are not among `runs` before `all_runs`.
-        failed, cancelled: of those.
+        done, failed, cancelled: how many functions returned, raised, or were stopped as they ran.
         returned: functions that were given back and never began.
         attachments: how often a coordinator took it.
         data_seconds: for which functions waited for data.
-        idle_since: when it ran out of functions; 0: it has some.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.runs = Histogram()
         self.shortest, self.shortest_seconds = 0, 0.0
-        self.failed = self.cancelled = self.returned = self.attachments = 0
+        self.done = self.failed = self.cancelled = self.returned = self.attachments = 0
         self.data_seconds = 0.0
-        self.idle_since = 0.0
         self.recording = recording
+        self._idle_since = 0.0  # when it ran out of functions; 0: it has some
         self._idle_seconds = 0.0
 
     def all_runs(self) -> Histogram:
@@ -55,17 +54,30 @@ class WorkerCounts:
         """A function has."""
         self.data_seconds += seconds
 
-    def not_idle(self) -> None:
-        """There is something to run, or nothing is waited for any more."""
-        if self.idle_since:
-            self._idle_seconds += time.monotonic() - self.idle_since
-            self.idle_since = 0.0
+    def idle(self) -> float:
+        """There is nothing to run any more. Gives what `not_idle` is to be told."""
+        now = time.monotonic()
+        if self._idle_since:  # another stream, which has not ended quite
+            self._idle_seconds += now - self._idle_since
+        self._idle_since = now
+        return now
+
+    def not_idle(self, since: float) -> None:
+        """There is something to run, or nothing is waited for any more, by the stream that was idle since then.
+
+        Nothing happens where another stream has come: the time is its own.
+        """
+        now = time.monotonic()
+        if since == self._idle_since:
+            self._idle_seconds += now - since
+            self._idle_since = 0.0
 
     @property
     def idle_seconds(self) -> float:
         """For which it was attached, and had no function to run."""
-        since = self.idle_since
-        return self._idle_seconds + (time.monotonic() - since if since else 0.0)
+        now = time.monotonic()  # before the two are read, between which there is no call
+        since, before = self._idle_since, self._idle_seconds
+        return before + max(now - since, 0.0) if since else before
 
     def remember(
         self,

@@ -82,7 +82,8 @@ class Part(Handle):
             try:
                 found, element = self._reader.next_of(self)
             finally:
-                self.waited += time.perf_counter() - begin
+                took = time.perf_counter() - begin
+                self.waited += took
             begin = time.perf_counter()
             if not found:
                 continue  # it takes long: is the function still wanted?

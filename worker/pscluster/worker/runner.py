@@ -72,7 +72,6 @@ class Runner:
         self._reading = False  # the reader reads, or is to read, one message
         self._read_all = False  # there is no other
         self._seconds = 0.0  # the last function took
-        self.done = 0
 
     @property
     def running(self) -> int:
@@ -89,13 +88,13 @@ class Runner:
     def run(self, requests: Iterator[worker_pb2.StepsRequest]) -> None:
         """Take steps from the stream and run them until it ends."""
         self._requests, counts = requests, self._counts
+        idle = counts.idle()
         try:
-            counts.idle_since = time.monotonic()
             while self._wait_next():
-                counts.not_idle()
+                counts.not_idle(idle)
                 while (next_one := self._next()) is not None:
                     self._settle(self._run_one(*next_one))
-                counts.idle_since = time.monotonic()
+                idle = counts.idle()
         except grpc.RpcError:
             pass  # the coordinator has gone: nobody waits for outcomes
         except PsClusterError as error:
@@ -103,7 +102,7 @@ class Runner:
         except Exception:
             logger.exception("the runner stopped; its functions go to other workers")
         finally:
-            counts.not_idle()
+            counts.not_idle(idle)
             self.end()
 
     def _wait_next(self) -> bool:
@@ -135,10 +134,10 @@ class Runner:
                 pass
             except Exception:
                 logger.exception("the stream of steps can't be read; its functions go to other workers")
-            with self._condition:
-                self._reading, self._read_all = False, not more
-                self._condition.notify_all()
             if not more:
+                with self._condition:
+                    self._reading, self._read_all = False, True
+                    self._condition.notify_all()
                 return
 
     def _want_next(self) -> None:
@@ -165,6 +164,7 @@ class Runner:
                     self._waiting.append((position, step, now))
                     if step.parts:
                         self._job.expect_parts(step)
+            self._reading = False  # at once with what came: whoever runs that may want the next message already
             self._condition.notify_all()
 
     def _next(self) -> tuple[int, worker_pb2.Step, float] | None:
@@ -189,7 +189,6 @@ class Runner:
         with self._condition:
             self._running = None
             self._seconds = outcome.seconds
-            self.done += 1
             self._outbox.append(outcome)
             self._condition.notify_all()
 
@@ -216,6 +215,7 @@ class Runner:
             if step.want_result and result is not None:
                 self._encode_result(step.function, result, outcome)
             outcome.kind = Outcome.DONE
+            counts.done += 1
         except FunctionCancelled:
             outcome.kind = Outcome.CANCELLED
             outcome.seconds = seconds = time.monotonic() - begin

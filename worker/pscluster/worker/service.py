@@ -55,7 +55,6 @@ class WorkerRole(Role):
         self._runner: Runner | None = None
         self._leaving = False
         self._lineage = self._epoch = 0
-        self._done_before = 0
 
     def admit(self, request: node_pb2.AttachRequest) -> None:
         """StaleError for a coordinator whose job another one has taken over."""
@@ -92,21 +91,20 @@ class WorkerRole(Role):
             runner, self._runner = self._runner, None
         if runner is not None:
             runner.end()
-            self._done_before += runner.done
         if old is not None:
             old.close()
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
         """Functions done and running, and the time in them."""
-        reply.functions_done, reply.functions_running, _ = self.functions()
-        reply.function_seconds, reply.waited_seconds = self.counts.runs.total, self.counts.data_seconds
+        counts = self.counts
+        reply.functions_done = counts.done
+        reply.functions_running, _ = self.functions()
+        reply.function_seconds, reply.waited_seconds = counts.all_runs().total, counts.data_seconds
 
-    def functions(self) -> tuple[int, int, int]:
-        """How many have ended here, however they did; how many run now; and how many wait here behind those."""
+    def functions(self) -> tuple[int, int]:
+        """How many run now, and how many wait here behind those."""
         runner = self._runner
-        if runner is None:
-            return self._done_before, 0, 0
-        return self._done_before + runner.done, runner.running, runner.waiting
+        return (0, 0) if runner is None else (runner.running, runner.waiting)
 
     def recorded(self) -> Iterator[node_pb2.Recorded]:
         """Functions, and what they asked of the servers."""

@@ -43,9 +43,9 @@ class WorkerTelemetry(Telemetry):
 
     def own(self) -> Snapshot:
         """From the role, its runner, and its clients."""
-        counts, (ended, running, waiting) = self._role.counts, self._role.functions()
+        counts, (running, waiting) = self._role.counts, self._role.functions()
         return {
-            "functions_done_total": max(ended - counts.failed - counts.cancelled, 0),
+            "functions_done_total": counts.done,
             "functions_failed_total": counts.failed,
             "functions_cancelled_total": counts.cancelled,
             "functions_returned_total": counts.returned,

@@ -95,6 +95,13 @@ class Checkpoint:
             WaitTimeoutError: functions still run after `barrier_timeout`; the message names them.
             UnavailableError: a server can't be reached.
         """
+        try:
+            return self._mark(number)
+        except BaseException:
+            self.strategy.counts.checkpoints_failed += 1
+            raise
+
+    def _mark(self, number: int) -> MarkedCheckpoint:
         strategy, begin = self.strategy, time.monotonic()
         strategy.client.directory()  # a server that is gone is waited for here, not while nothing runs
         with self._paused():

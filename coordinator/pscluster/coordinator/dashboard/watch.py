@@ -21,7 +21,7 @@ from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
 from pscluster.coordinator.observed import Series
 from pscluster.coordinator.rates import BUSIEST, RateMeter, Rates
 from pscluster.coordinator.status import Asker
-from pscluster.core.process import memory_bytes
+from pscluster.core.telemetry import resident_bytes
 from pscluster.v1 import node_pb2
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Watch:
         if strategy is None or self._ended:
             return
         if self._asker is None:
-            self._asker = Asker(strategy.peers, strategy.metadata)
+            self._asker = Asker(strategy.tasks, strategy.metadata)
         asker, self._asked_at = self._asker, time.monotonic()
         del strategy
         answers = await asyncio.get_running_loop().run_in_executor(None, asker.ask, BUSIEST, ASK_SECONDS)
@@ -124,12 +124,12 @@ class Watch:
             now=time.time(),
             job=strategy.job_name,
             coordinator=strategy.identity.name,
-            memory_bytes=memory_bytes(),
+            memory_bytes=resident_bytes(),
             ended=self._ended,
             look=None if dispatcher is None else dispatcher.look(),
             connected=strategy.connected,
-            servers=[ServerLook(peer, strategy.out_of_reach(peer)) for peer in strategy.peers if peer.role == "ps"],
-            workers=[peer for peer in strategy.peers if peer.role == "worker"],
+            servers=[ServerLook(peer, strategy.out_of_reach(peer)) for peer in strategy.tasks if peer.role == "ps"],
+            workers=[peer for peer in strategy.tasks if peer.role == "worker"],
             replies=self._replies,
             asked=self._asked,
             rates=self._rates,

@@ -5,8 +5,11 @@ live page, the status) as to Prometheus, for whom `exposition` puts `pscluster_<
 
 To count has to cost nothing: a function that is handed out takes some 20 us in all, and one increment of a Prometheus
 object takes one of them. So nothing is counted twice, what can be derived is derived when it is asked for, and what is
-counted is an attribute or an item of a list, without a lock: between the reading and the writing of `x += 1` CPython
-does not change threads where no Python function is called in between. Without its global lock one may be lost.
+counted is an attribute or an item of a list, without a lock. CPython 3.11 to 3.13 changes threads where a function
+begins, behind a call, be it of a function in C, and where a loop goes back: not within `x.y += took`, where `x.y` is a
+plain attribute or an item of a list. Within `x.y += clock() - begin` it may, between the reading of `x.y` and its
+writing: what others have added meanwhile is lost, and the counter falls, which to Prometheus is a restart. So what is
+added is worked out first. Without the global lock some may be lost.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class Histogram:
         self.total += value
 
     def add_falling(self, first: float, last: float, count: int) -> None:
-        """Count so many that lie between these two, which are nearly equal where there are many."""
+        """Count so many that lie evenly between these two."""
         here, there = bisect_left(self.bounds, first), bisect_left(self.bounds, last)
         if here == there:
             self.counts[here] += count

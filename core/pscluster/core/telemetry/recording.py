@@ -2,7 +2,8 @@
 
 Always on: a ring of tuples. Of functions shorter than `SHORT_SECONDS` every `EACH`-th is remembered, by its number, so
 that all roles remember the same ones, and those that run again; to remember all of them would cost a percent of what
-they cost themselves.
+they cost themselves. Requests are all remembered: a function that has made one may still be a long one. So the ring of
+requests may be over before that of functions is, whose earlier ones then have none.
 
 Times are those of the process' `time.monotonic()`.
 """
