@@ -11,6 +11,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import urllib.request
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -197,3 +198,41 @@ def test_strangers_cost_the_job_nothing(coordinator: ClusterCoordinator) -> None
             return False
 
         until(answers, "the page answers again")
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_the_silent_make_room(
+    coordinator: ClusterCoordinator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    encrypted: bool,
+) -> None:
+    """However many connect and say nothing, no handshake either: the oldest go first, and after a while all."""
+    if encrypted and not shutil.which("openssl"):
+        pytest.skip("no openssl, which makes the certificates")
+    monkeypatch.setattr(pages, "MAX_CONNECTIONS", 4)
+    mine = certificate(tmp_path, "mine") if encrypted else None
+    with Dashboard(coordinator, "127.0.0.1:0", certificate=mine) as page, contextlib.ExitStack() as stack:
+        place = urlsplit(page.url)
+
+        def silent() -> socket.socket:
+            return stack.enter_context(socket.create_connection((place.hostname or "", place.port or 0), timeout=60))
+
+        def status() -> int:
+            context = ssl._create_unverified_context() if encrypted else None
+            with urllib.request.urlopen(page.url + "state.json", timeout=60, context=context) as response:
+                return int(response.status)
+
+        first = [silent() for _ in range(6)]
+        assert [each.recv(1) for each in first[:2]] == [b"", b""]
+        assert status() == 200
+        assert first[2].recv(1) == b""
+        monkeypatch.setattr(pages, "WELCOME_SECONDS", 0.01)
+        second = [silent() for _ in range(6)]
+        assert {each.recv(1) for each in (*first[2:], *second)} == {b""}
+        monkeypatch.setattr(pages, "WELCOME_SECONDS", 600.0)
+        assert status() == 200
+        for _ in range(3):
+            silent()
+    assert [each for each in caplog.records if each.name == "asyncio"] == []
