@@ -145,7 +145,7 @@ def test_a_port_that_is_taken(coordinator: ClusterCoordinator) -> None:
             assert ask(third)[0] == 200
 
 
-def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere than on loopback: the token once, in the address, then a cookie; or the header that calls have."""
     monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
     token, next_one = new_token(), new_token()
@@ -162,6 +162,8 @@ def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert token not in body
             assert headers["Set-Cookie"] is None
         assert ask(page, headers={"Authorization": f"Bearer {next_one}"})[0] == 401
+        assert ask(page, headers={"Authorization": "Bearer \xff"})[0] == 401
+        assert [each for each in caplog.records if each.exc_info] == []
         assert ask(page, "/state.json", {"Authorization": f"Bearer {token}"})[0] == 200
         status, headers, _ = ask(page, f"/?token={token}")
         assert (status, headers["Location"]) == (303, "/")

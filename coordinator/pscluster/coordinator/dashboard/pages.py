@@ -79,19 +79,19 @@ class _Access:
         if self._token is None:
             return True
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._token.accepts(given.encode()):
+        if scheme.lower() == "bearer" and self._token.accepts(_bytes(given)):
             return True
         began_with = self._sessions.get(request.cookies.get(cookie, ""))
         return began_with is not None and self._token.accepts(began_with)  # which may be one of the past by now
 
     def session(self, given: str) -> str | None:
         """A new one, for who has the token."""
-        if self._token is None or not self._token.accepts(given.encode()):
+        if self._token is None or not self._token.accepts(_bytes(given)):
             return None
         while len(self._sessions) >= MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         name = secrets.token_urlsafe(32)
-        self._sessions[name] = given.encode()
+        self._sessions[name] = _bytes(given)
         return name
 
 
@@ -240,6 +240,11 @@ class Site:
             async for text in self._watch.pictures():
                 await response.write(f"data: {text}\n\n".encode())
         return response
+
+
+def _bytes(given: str) -> bytes:
+    """As they came: what is no UTF-8 is in the text as surrogates."""
+    return given.encode(errors="surrogateescape")
 
 
 def _asset(name: str, kind: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
