@@ -44,22 +44,27 @@ function make(tag, text, name) {
 }
 
 // Elements for items, by key: those that are there are filled anew, the others made or removed; in the items' order.
+// Items with the same key are told apart by their order.
 function keyed(parent, items, key, create, fill) {
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const filled = new Map();
+  const times = new Map();
   let place = parent.firstElementChild;
   for (const item of items) {
-    const name = String(key(item));
+    const base = String(key(item));
+    times.set(base, (times.get(base) ?? 0) + 1);
+    const name = JSON.stringify([base, times.get(base)]);
     let element = known.get(name);
     if (!element) {
       element = create(item);
       element.dataset.key = name;
     }
-    known.delete(name);
+    filled.set(name, element);
     fill(element, item);
     if (element === place) place = place.nextElementSibling;
     else parent.insertBefore(element, place);
   }
-  for (const element of known.values()) element.remove();
+  for (const child of [...parent.children]) if (filled.get(child.dataset.key) !== child) child.remove();
 }
 
 // Tables. A column: heading, class of its cells, and what fills a cell, which may give its text.
@@ -231,10 +236,10 @@ function showTiles(page) {
     ["Done", whole.format(queue.done), "", false],
     ["Failed", whole.format(queue.failed), `${whole.format(queue.retried)} run again`, queue.failed > 0],
     ["Moved a second", bytes(moved), "", false],
-    ...page.training.logs.map(([name, value]) => [name, number(value), "", typeof value === "string"]),
+    ...page.training.logs.map(([name, value]) => [name, number(value), "", typeof value === "string", "log"]),
     ["Running for", duration(page.now - page.began), "", false],
   ];
-  keyed($("tiles"), tiles, ([name]) => name, ([name]) => {
+  keyed($("tiles"), tiles, ([name, , , , from]) => (from ? `${from}:${name}` : name), ([name]) => {
     const tile = make("div");
     const value = make("dd");
     value.append(make("span"), " ", make("small"));
@@ -297,6 +302,10 @@ function showCharts(page) {
 let last = null;
 
 function show(page) {
+  if (last && last.began !== page.began) {  // another job, with numbers of its own
+    location.reload();
+    return;
+  }
   last = page;
   const health = page.health;
   document.title = `${{ ok: "✓", warn: "!", bad: "✕", over: "■" }[health.state] || "○"} ${page.job || "pscluster"}`;
@@ -327,7 +336,15 @@ function lost() {
 
 const source = new EventSource("/events");
 source.onmessage = (message) => show(JSON.parse(message.data));
-source.onerror = lost;  // it dials again by itself
+source.onerror = () => {  // it dials again by itself, unless it was refused: a new coordinator knows no cookie
+  lost();
+  if (source.readyState === EventSource.CLOSED) setTimeout(again, 3000);
+};
+
+// The page anew, once somebody answers: until then what was seen last stays.
+function again() {
+  fetch("/", { method: "HEAD" }).then(() => location.reload(), () => setTimeout(again, 3000));
+}
 
 function redraw() {
   for (const [id, known] of charts) { known.destroy(); charts.delete(id); }
