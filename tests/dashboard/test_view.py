@@ -49,6 +49,7 @@ def seen(*workers: WorkerLook, gone: float = 0.0, error: str = "", waiting: int 
     }
     usual: dict[str, Any] = {
         "now": 100.0,
+        "clock": 100.0,
         "job": "job",
         "coordinator": "chief 0",
         "memory_bytes": 1,
@@ -140,6 +141,20 @@ def test_a_flood_is_bounded() -> None:
     (error,) = observed.errors
     assert len(error.detail) == MAX_DETAIL
     assert error.detail.endswith("end")
+
+
+def test_now_is_now() -> None:
+    """After hours, too, when a point of the curves takes minutes; and a clock that jumps moves all of a curve."""
+    observed, series = Observed(), Series(0.0)
+    for second in range(1, 36_001):
+        series.add(float(second), 100 * second, (2.0, 1.0))
+    for second in range(36_001, 36_005):
+        series.add(float(second), 3_600_000, (0.5, 1.0))
+    shown = page(seen(worker(0), now=1000.0, clock=36_004.0, observed=observed, series=series))
+    assert shown["queue"]["rate"] == 0.0
+    assert shown["series"]["loss_now"] == 0.5
+    assert shown["series"]["times"][-1] == 1000.0
+    assert shown["running"] == 36_004.0 - observed.since
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 100), st.integers(0, 1000)), min_size=1, max_size=300), st.integers(4, 40))

@@ -51,7 +51,7 @@ class Watch:
         self._replies: dict[str, node_pb2.StatusReply] = {}
         self._asked_at = 0.0
         self._asked = False
-        self._series = Series(time.time(), _done(strategy))
+        self._series = Series(time.monotonic(), _done(strategy))
         self._observed = strategy.observed
         self._watchers = 0
         self._wake = asyncio.Event()
@@ -77,7 +77,7 @@ class Watch:
     async def _sample(self) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
         if (strategy := self._strategy()) is not None:
-            self._series.add(time.time(), _done(strategy), self._observed.take_loss())
+            self._series.add(time.monotonic(), _done(strategy), self._observed.take_loss())
 
     async def _show(self) -> None:
         await self._wake.wait()
@@ -122,6 +122,7 @@ class Watch:
         dispatcher = strategy.dispatcher
         seen = Seen(
             now=time.time(),
+            clock=time.monotonic(),
             job=strategy.job_name,
             coordinator=strategy.identity.name,
             memory_bytes=memory_bytes(),

@@ -237,7 +237,7 @@ function showTiles(page) {
     ["Failed", whole.format(queue.failed), `${whole.format(queue.retried)} run again`, queue.failed > 0],
     ["Moved a second", bytes(moved), "", false],
     ...page.training.logs.map(([name, value]) => [name, number(value), "", typeof value === "string", "log"]),
-    ["Running for", duration(page.now - page.began), "", false],
+    ["Running for", duration(page.running), "", false],
   ];
   keyed($("tiles"), tiles, ([name, , , , from]) => (from ? `${from}:${name}` : name), ([name]) => {
     const tile = make("div");
@@ -282,7 +282,7 @@ function chart(id, data, write) {
 }
 
 function showCharts(page) {
-  const { times, rates, losses, loss } = page.series;
+  const { times, rates, losses, loss, loss_now } = page.series;
   if (times.length > 1) chart("rate-chart", [times, rates], count);
   set($("rate-now"), times.length ? `now ${count(page.queue.rate)}` : "");
   const highest = Math.max(0, ...rates);
@@ -293,9 +293,9 @@ function showCharts(page) {
   if (known.length) {
     chart("loss-chart", [times, losses.map((value) => (typeof value === "number" ? value : null))], number);
     set($("loss-name"), loss);
-    set($("loss-now"), `now ${number(known[known.length - 1])}`);
+    set($("loss-now"), `now ${number(loss_now)}`);
     $("loss-chart").setAttribute("aria-label",
-      `${loss} over time: first ${number(known[0])}, now ${number(known[known.length - 1])}`);
+      `${loss} over time: first ${number(known[0])}, now ${number(loss_now)}`);
   }
 }
 
