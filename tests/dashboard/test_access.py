@@ -60,6 +60,11 @@ def test_on_loopback(coordinator: ClusterCoordinator) -> None:
         state = json.loads(ask(page, "/state.json")[2])
         assert [row["task"] for row in state["workers"]] == ["worker 0", "worker 1"]
         assert {row["state"] for row in state["servers"]} == {"serving"}
+        coordinator.strategy.observed.tell("worker 0", "error", "it failed", "a traceback: \u00e9")
+        (error,) = json.loads(ask(page, "/state.json")[2])["errors"]
+        assert ask(page, f"/error/{error['number']}")[2] == "a traceback: \u00e9\n"
+        assert error["detail"] not in ask(page, "/events")[2]
+        assert ask(page, "/error/999999")[0] == ask(page, "/error/x")[0] == 404
         for name in ("localhost", "localhost:9000", "127.0.0.1", "127.1.2.3:1", "[::1]:80", "LOCALHOST"):
             assert ask(page, headers={"Host": name})[0] == 200, name
         for name in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "[::2]", "10.0.0.1", ""):

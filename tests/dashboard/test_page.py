@@ -99,9 +99,8 @@ def test_a_job(tmp_path: Path) -> None:
                 assert "working" in row(driver, "workers", worker) or "idle" in row(driver, "workers", worker)
             assert row(driver, "variables", MARKUP)
             assert MARKUP in text_of(driver, "#errors")
-            assert "test_page.py" in str(
-                driver.execute_script("return document.querySelector('#errors pre').textContent")
-            ), "the traceback"
+            traceback = "return document.querySelector('#errors pre').textContent"
+            shows(driver, lambda: "test_page.py" in driver.execute_script(traceback), "the traceback")
             assert "ckpt-000001" in text_of(driver, "#checkpoints")
             assert "accuracy" in text_of(driver, "#tiles").lower()
             assert "0.25" in text_of(driver, "#loss-figure")

@@ -122,6 +122,7 @@ class Site:
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/events", self._events)
         app.router.add_get("/state.json", self._state)
+        app.router.add_get(r"/error/{number:\d{1,15}}", self._error)
         for path, (name, kind) in _ASSETS.items():
             app.router.add_get(path, _asset(name, kind))
         runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=30.0, shutdown_timeout=0.5)
@@ -231,6 +232,11 @@ class Site:
         """What the page shows, once."""
         text = await self._watch.look()
         return web.Response(text=text, content_type="application/json", headers=_HEADERS)
+
+    async def _error(self, request: web.Request) -> web.StreamResponse:
+        """An error's traceback: not in every picture, where it would be sent again and again."""
+        detail = self._watch.detail(int(request.match_info["number"]))
+        return _plain(404, "That error is not kept any more.") if detail is None else _plain(200, detail)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """The same, again and again."""

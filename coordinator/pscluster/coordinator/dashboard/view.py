@@ -63,8 +63,8 @@ class Seen:
     series: Series
 
 
-def page(seen: Seen) -> Json:
-    """What the page is given."""
+def page(seen: Seen, *, details: bool = False) -> Json:
+    """What the page is given; with the errors' tracebacks, which the page asks for one by one, or without."""
     times, rates, losses = seen.series.rows()
     observed, training = seen.observed, seen.observed.training
     stories = _stories(observed.events)
@@ -94,7 +94,10 @@ def page(seen: Seen) -> Json:
         "variables": variables,
         "more_variables": max(len(seen.rates.variables) - MAX_VARIABLES, 0),
         "events": [_event(event) for event in reversed(observed.events[-MAX_EVENTS:])],
-        "errors": [_event(event) for event in reversed(observed.errors)],
+        "errors": [
+            {**_event(event), "detailed": bool(event.detail), **({"detail": event.detail} if details else {})}
+            for event in reversed(observed.errors)
+        ],
         "checkpoints": [asdict(each) for each in reversed(observed.checkpoints)],
     }
 
@@ -105,7 +108,7 @@ def _number(value: float) -> float | str:
 
 
 def _event(event: Event) -> Json:
-    return asdict(event)
+    return {"number": event.number, "time": event.time, "who": event.who, "kind": event.kind, "text": event.text}
 
 
 def _stories(events: Sequence[Event]) -> dict[str, list[Json]]:

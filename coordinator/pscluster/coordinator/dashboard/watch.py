@@ -115,7 +115,7 @@ class Watch:
             self._meter, self._rates = RateMeter(), Rates({}, [])
             self._replies, self._asked = {}, False
 
-    def _picture(self) -> str:
+    def _picture(self, *, details: bool = False) -> str:
         strategy = self._strategy()
         if strategy is None:
             return self._text
@@ -137,14 +137,18 @@ class Watch:
             observed=self._observed,
             series=self._series,
         )
-        return json.dumps(page(seen), separators=(",", ":"), allow_nan=False, default=str)
+        return json.dumps(page(seen, details=details), separators=(",", ":"), allow_nan=False, default=str)
 
     async def look(self) -> str:
         """What is shown now; the roles are asked if nobody has lately."""
         if not self._watchers and time.monotonic() - self._asked_at > ASK_SECONDS:  # however many look at once
             self._forget_old()
             await self._ask_once()
-        return self._picture()
+        return self._picture(details=True)
+
+    def detail(self, number: int) -> str | None:
+        """The traceback of the error of this number; None: there is no such error, or not any more."""
+        return next((error.detail for error in self._observed.errors if error.number == number), None)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:

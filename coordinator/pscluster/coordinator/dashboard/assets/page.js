@@ -202,13 +202,23 @@ function showErrors(errors) {
   const holder = document.querySelector("#errors .list");
   keyed(holder, errors.length ? errors : [null], (error) => (error ? error.number : "none"), (error) => {
     if (!error) return make("p", "None.", "empty");
-    const element = make(error.detail ? "details" : "div");
-    const head = make(error.detail ? "summary" : "p");
+    const element = make(error.detailed ? "details" : "div");
+    const head = make(error.detailed ? "summary" : "p");
     const when = make("time", at(error.time));
     when.dateTime = new Date(1000 * error.time).toISOString();
     head.append(when, make("strong", error.who), " ", make("span", error.text));
     element.append(head);
-    if (error.detail) element.append(make("pre", error.detail));
+    if (error.detailed) {
+      const detail = make("pre");
+      element.append(detail);
+      const load = async () => {
+        const answer = detail.textContent ? null : await fetch(`/error/${error.number}`);
+        if (answer && answer.ok) set(detail, await answer.text());
+      };
+      const tried = () => load().catch(() => {});  // when it is opened it is tried again
+      element.addEventListener("toggle", tried);
+      tried();
+    }
     return element;
   }, () => {});
 }
