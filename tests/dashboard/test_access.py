@@ -11,6 +11,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import urllib.request
 from collections.abc import Mapping
 from importlib import resources
@@ -24,7 +25,7 @@ from tests.conftest import until
 from pscluster.coordinator import ClusterCoordinator, Dashboard, LocalCluster, ParameterServerStrategy
 from pscluster.coordinator.dashboard import pages
 from pscluster.core import tokens
-from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
 from pscluster.core.tokens import load_token, new_token
 
 PATHS = ["/", "/page.js", "/page.css", "/uplot.js", "/uplot.css", "/state.json", "/events"]
@@ -148,6 +149,14 @@ def test_a_port_that_is_taken(coordinator: ClusterCoordinator) -> None:
         with Dashboard(coordinator) as second, Dashboard(coordinator) as third:
             assert len({first.url, second.url, third.url}) == 3
             assert ask(third)[0] == 200
+
+
+def test_of_a_job_that_is_over(coordinator: ClusterCoordinator) -> None:
+    """There is nothing to show, and nothing stays behind."""
+    coordinator.strategy.close()
+    with pytest.raises(MisuseError, match="the job is over"):
+        Dashboard(coordinator, "127.0.0.1:0")
+    assert [thread for thread in threading.enumerate() if thread.name == "dashboard"] == []
 
 
 def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
