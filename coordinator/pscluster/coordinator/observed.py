@@ -104,7 +104,8 @@ class Observed:
 
     def trained(self, training: Training) -> None:
         """A loop is so far. Its first number is taken for the loss, unless one has that name."""
-        logs = dict(itertools.islice(training.logs.items(), MAX_LOGS))
+        # Numbers, whatever they come as: a tensor would keep its graph.
+        logs = {name: float(value) for name, value in itertools.islice(training.logs.items(), MAX_LOGS)}
         with self._lock:
             self._training = replace(training, logs=logs)
             name = "loss" if "loss" in logs else next(iter(logs), None)

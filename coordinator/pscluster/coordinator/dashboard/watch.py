@@ -35,6 +35,9 @@ TICK_SECONDS = 0.5
 ASK_SECONDS = 1.0
 """So often the roles are asked; and so long each may take to answer."""
 
+MISSES = 3
+"""A role that has answered counts as silent when it does not so many times, one after the other."""
+
 OLD_SECONDS = 5.0
 
 SAMPLE_SECONDS = 1.0
@@ -48,7 +51,8 @@ class Watch:
         self._asker: Asker | None = None
         self._meter = RateMeter()
         self._rates = Rates({}, [])
-        self._replies: dict[str, node_pb2.StatusReply] = {}
+        self._replies: dict[str, node_pb2.StatusReply] = {}  # the last ones
+        self._misses: dict[str, int] = {}  # since then
         self._asked_at = 0.0
         self._asked = False
         self._series = Series(time.monotonic(), _done(strategy))
@@ -104,16 +108,19 @@ class Watch:
         asker, self._asked_at = self._asker, time.monotonic()
         del strategy
         answers = await asyncio.get_running_loop().run_in_executor(None, asker.ask, BUSIEST, ASK_SECONDS)
-        self._replies = {
+        new = {
             peer.task: answer for peer, answer in zip(asker.peers, answers, strict=True) if not isinstance(answer, str)
         }
-        self._rates, self._asked = self._meter.add(time.monotonic(), self._replies), True
+        self._misses = {task: self._misses.get(task, 0) + 1 for task in self._replies if task not in new}
+        kept = {task: reply for task, reply in self._replies.items() if 0 < self._misses.get(task, 0) < MISSES}
+        self._replies = {**kept, **new}
+        self._rates, self._asked = self._meter.add(time.monotonic(), new), True
 
     def _forget_old(self) -> None:
         """Nobody has looked for a while: what the roles said then is not how they are."""
         if time.monotonic() - self._asked_at > OLD_SECONDS:
             self._meter, self._rates = RateMeter(), Rates({}, [])
-            self._replies, self._asked = {}, False
+            self._replies, self._misses, self._asked = {}, {}, False
 
     def _picture(self, *, details: bool = False) -> str:
         strategy = self._strategy()
