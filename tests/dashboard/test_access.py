@@ -11,6 +11,8 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
+import urllib.request
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -23,7 +25,7 @@ from tests.conftest import until
 from pscluster.coordinator import ClusterCoordinator, Dashboard, LocalCluster, ParameterServerStrategy
 from pscluster.coordinator.dashboard import pages
 from pscluster.core import tokens
-from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
 from pscluster.core.tokens import load_token, new_token
 
 PATHS = ["/", "/page.js", "/page.css", "/uplot.js", "/uplot.css", "/state.json", "/events"]
@@ -59,6 +61,11 @@ def test_on_loopback(coordinator: ClusterCoordinator) -> None:
         state = json.loads(ask(page, "/state.json")[2])
         assert [row["task"] for row in state["workers"]] == ["worker 0", "worker 1"]
         assert {row["state"] for row in state["servers"]} == {"serving"}
+        coordinator.strategy.observed.tell("worker 0", "error", "it failed", "a traceback: \u00e9")
+        (error,) = json.loads(ask(page, "/state.json")[2])["errors"]
+        assert ask(page, f"/error/{error['number']}")[2] == "a traceback: \u00e9\n"
+        assert error["detail"] not in ask(page, "/events")[2]
+        assert ask(page, "/error/999999")[0] == ask(page, "/error/x")[0] == 404
         for name in ("localhost", "localhost:9000", "127.0.0.1", "127.1.2.3:1", "[::1]:80", "LOCALHOST"):
             assert ask(page, headers={"Host": name})[0] == 200, name
         for name in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "[::2]", "10.0.0.1", ""):
@@ -144,7 +151,15 @@ def test_a_port_that_is_taken(coordinator: ClusterCoordinator) -> None:
             assert ask(third)[0] == 200
 
 
-def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_job_that_is_over(coordinator: ClusterCoordinator) -> None:
+    """There is nothing to show, and nothing stays behind."""
+    coordinator.strategy.close()
+    with pytest.raises(MisuseError, match="the job is over"):
+        Dashboard(coordinator, "127.0.0.1:0")
+    assert [thread for thread in threading.enumerate() if thread.name == "dashboard"] == []
+
+
+def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere than on loopback: the token once, in the address, then a cookie; or the header that calls have."""
     monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
     token, next_one = new_token(), new_token()
@@ -161,6 +176,8 @@ def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert token not in body
             assert headers["Set-Cookie"] is None
         assert ask(page, headers={"Authorization": f"Bearer {next_one}"})[0] == 401
+        assert ask(page, headers={"Authorization": "Bearer \xff"})[0] == 401
+        assert [each for each in caplog.records if each.exc_info] == []
         assert ask(page, "/state.json", {"Authorization": f"Bearer {token}"})[0] == 200
         status, headers, _ = ask(page, f"/?token={token}")
         assert (status, headers["Location"]) == (303, "/")
@@ -197,3 +214,41 @@ def test_strangers_cost_the_job_nothing(coordinator: ClusterCoordinator) -> None
             return False
 
         until(answers, "the page answers again")
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_the_silent_make_room(
+    coordinator: ClusterCoordinator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    encrypted: bool,
+) -> None:
+    """However many connect and say nothing, no handshake either: the oldest go first, and after a while all."""
+    if encrypted and not shutil.which("openssl"):
+        pytest.skip("no openssl, which makes the certificates")
+    monkeypatch.setattr(pages, "MAX_CONNECTIONS", 4)
+    mine = certificate(tmp_path, "mine") if encrypted else None
+    with Dashboard(coordinator, "127.0.0.1:0", certificate=mine) as page, contextlib.ExitStack() as stack:
+        place = urlsplit(page.url)
+
+        def silent() -> socket.socket:
+            return stack.enter_context(socket.create_connection((place.hostname or "", place.port or 0), timeout=60))
+
+        def status() -> int:
+            context = ssl._create_unverified_context() if encrypted else None
+            with urllib.request.urlopen(page.url + "state.json", timeout=60, context=context) as response:
+                return int(response.status)
+
+        first = [silent() for _ in range(6)]
+        assert [each.recv(1) for each in first[:2]] == [b"", b""]
+        assert status() == 200
+        assert first[2].recv(1) == b""
+        monkeypatch.setattr(pages, "WELCOME_SECONDS", 0.01)
+        second = [silent() for _ in range(6)]
+        assert {each.recv(1) for each in (*first[2:], *second)} == {b""}
+        monkeypatch.setattr(pages, "WELCOME_SECONDS", 600.0)
+        assert status() == 200
+        for _ in range(3):
+            silent()
+    assert [each for each in caplog.records if each.name == "asyncio"] == []

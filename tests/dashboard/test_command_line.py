@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import urllib.request
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_run_shows_it(tmp_path: Path) -> None:
 
 
 def test_the_coordinator_when_it_is_asked(tmp_path: Path) -> None:
-    """`pscluster coordinator` shows it with `--dashboard` only, while it waits for its tasks, too."""
+    """`pscluster coordinator` shows it with `--dashboard` only, while it waits for its tasks, too; no port, no page."""
     cluster = make_cluster()
     with Roles(cluster, tmp_path) as roles:
         gate = tmp_path / "gate"
@@ -49,6 +50,11 @@ def test_the_coordinator_when_it_is_asked(tmp_path: Path) -> None:
         coordinator.wait_for("connected")
         gate.touch()
         assert coordinator.wait() == 0
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            place = f"127.0.0.1:{taken.getsockname()[1]}"
+            without = roles.coordinator(IDLE, str(gate), options=("--dashboard", "--dashboard-address", place))
+            assert without.wait() == 0
+            assert f"the live page can't be shown on {place}" in without.output
         plain = roles.coordinator(IDLE, str(gate))
         assert plain.wait() == 0
         assert "live page" not in plain.output

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from pscluster.coordinator import (
     ProgressLine,
     Variable,
 )
+from pscluster.coordinator.observed import Observed
 
 pytestmark = [needs_browser, pytest.mark.timeout(240)]
 
@@ -97,9 +99,8 @@ def test_a_job(tmp_path: Path) -> None:
                 assert "working" in row(driver, "workers", worker) or "idle" in row(driver, "workers", worker)
             assert row(driver, "variables", MARKUP)
             assert MARKUP in text_of(driver, "#errors")
-            assert "test_page.py" in str(
-                driver.execute_script("return document.querySelector('#errors pre').textContent")
-            ), "the traceback"
+            traceback = "return document.querySelector('#errors pre').textContent"
+            shows(driver, lambda: "test_page.py" in driver.execute_script(traceback), "the traceback")
             assert "ckpt-000001" in text_of(driver, "#checkpoints")
             assert "accuracy" in text_of(driver, "#tiles").lower()
             assert "0.25" in text_of(driver, "#loss-figure")
@@ -187,3 +188,44 @@ def test_a_worker_dies(tmp_path: Path, gate: Gate) -> None:
             gate.open()
             coordinator.fetch(values)
             assert complaints(driver) == []
+
+
+def test_the_same_again(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
+    """Two problems that differ in a number, numbers with the names of others: each is shown once, however often."""
+    with Dashboard(coordinator, "127.0.0.1:0") as page, browser(tmp_path / "profile") as driver:
+        driver.get(page.url)
+        shows(driver, lambda: driver.execute_script("return last !== null"), "a picture")
+        found = driver.execute_script("""
+            const picture = structuredClone(last);
+            picture.training.logs = [["Done", 1], ["Running for", 2], ["loss", 3]];
+            const found = [];
+            for (const problems of [["worker 0 is gone", "worker 1 is gone"], ["worker 1 is gone", "worker 2 is gone"],
+                                    ["worker 2 is gone"]]) {
+                picture.health.problems = problems;
+                show(picture);
+                const shown = [...document.querySelectorAll("#problems li")].map((each) => each.textContent);
+                found.push([String(shown) === String(problems), document.querySelectorAll("#tiles > div").length]);
+            }
+            return found;
+        """)
+        assert found == [[True, 11]] * 3
+        assert complaints(driver) == []
+
+
+def test_another_job_at_the_same_address(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
+    """Its errors, whose numbers are those of the old one's, are shown in their place; or the form for its token."""
+    strategy = coordinator.strategy
+    strategy.observed.tell("worker 0", "error", "the old one's")
+    with browser(tmp_path / "profile") as driver:
+        with Dashboard(coordinator, "127.0.0.1:0") as page:
+            driver.get(page.url)
+            shows(driver, lambda: "the old one's" in text_of(driver, "#errors"), "the error")
+            address = urlsplit(page.url).netloc
+        strategy.observed = Observed()  # as a new coordinator has
+        strategy.observed.tell("worker 0", "error", "the new one's")
+        with Dashboard(coordinator, address):
+            shows(driver, lambda: "the new one's" in text_of(driver, "#errors"), "the new job's error")
+            assert "the old one's" not in text_of(driver, "main")
+        port = address.rpartition(":")[2]
+        with Dashboard(coordinator, f"0.0.0.0:{port}", insecure=True):
+            shows(driver, lambda: "asks for its token" in text_of(driver, "main"), "the form")

@@ -1,19 +1,24 @@
-"""What the live page is given, from what was seen: pure, so without a cluster."""
+"""What the live page is given, from what was seen: pure, so mostly without a cluster."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import weakref
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pscluster.coordinator import ClusterCoordinator
 from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
+from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.coordinator.dispatch import Look, WorkerLook
 from pscluster.coordinator.observed import MAX_DETAIL, MAX_EVENTS, Observed, Series, Training
 from pscluster.coordinator.rates import Rates, TaskRates, VariableRates
+from pscluster.coordinator.status import Answer, Asker
 from pscluster.core.channels import PeerAddress
 from pscluster.v1 import node_pb2
 
@@ -49,6 +54,7 @@ def seen(*workers: WorkerLook, gone: float = 0.0, error: str = "", waiting: int 
     }
     usual: dict[str, Any] = {
         "now": 100.0,
+        "clock": 100.0,
         "job": "job",
         "coordinator": "chief 0",
         "memory_bytes": 1,
@@ -130,6 +136,21 @@ def test_numbers_that_are_none() -> None:
     assert found["series"]["losses"] == ["nan"]
 
 
+def test_what_is_told_is_not_kept() -> None:
+    """A loss that is an object, such as a tensor with its graph, is kept as a number."""
+
+    class Tensor(float):
+        pass
+
+    observed, told = Observed(), Tensor(0.5)
+    alive = weakref.ref(told)
+    observed.trained(Training(logs={"loss": told}))
+    del told
+    assert alive() is None
+    assert observed.training.logs == {"loss": 0.5}
+    assert observed.take_loss() == (0.5, 1)
+
+
 def test_a_flood_is_bounded() -> None:
     """Of many events the last are kept, of long tracebacks the end; retries do not drive out errors."""
     observed = Observed()
@@ -140,6 +161,20 @@ def test_a_flood_is_bounded() -> None:
     (error,) = observed.errors
     assert len(error.detail) == MAX_DETAIL
     assert error.detail.endswith("end")
+
+
+def test_now_is_now() -> None:
+    """After hours, too, when a point of the curves takes minutes; and a clock that jumps moves all of a curve."""
+    observed, series = Observed(), Series(0.0)
+    for second in range(1, 36_001):
+        series.add(float(second), 100 * second, (2.0, 1.0))
+    for second in range(36_001, 36_005):
+        series.add(float(second), 3_600_000, (0.5, 1.0))
+    shown = page(seen(worker(0), now=1000.0, clock=36_004.0, observed=observed, series=series))
+    assert shown["queue"]["rate"] == 0.0
+    assert shown["series"]["loss_now"] == 0.5
+    assert shown["series"]["times"][-1] == 1000.0
+    assert shown["running"] == 36_004.0 - observed.since
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 100), st.integers(0, 1000)), min_size=1, max_size=300), st.integers(4, 40))
@@ -157,3 +192,23 @@ def test_a_series_forgets_no_function(steps: list[tuple[float, int]], most: int)
     total = sum(rate * length for rate, length in zip(rates, lengths, strict=True))
     assert total == pytest.approx(done - 3, abs=1e-6 * (1 + done))
     assert set(losses) == {1.0}
+
+
+def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A role that has answered is silent when it does not three times; one that never has, at once."""
+    found: list[Answer] = [node_pb2.StatusReply(state="serving"), "it does not answer"]
+    peers = coordinator.strategy.peers[:2]
+    monkeypatch.setattr(Asker, "ask", lambda *_: found)
+
+    async def silent() -> list[list[str]]:
+        watch = Watch(coordinator.strategy)
+        watch._asker = Asker(peers, ())
+        shown = []
+        for _ in range(5):
+            await watch._ask_once()
+            shown.append([peer.task for peer in peers if peer.task not in watch._replies])
+            found[0] = "it does not answer" if len(shown) < 4 else node_pb2.StatusReply(state="serving")
+        watch.close()
+        return shown
+
+    assert asyncio.run(silent()) == [["ps 1"], ["ps 1"], ["ps 1"], ["ps 0", "ps 1"], ["ps 1"]]

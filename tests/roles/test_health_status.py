@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.roles.processes import (
     HELD,
     IDLE,
+    PSCLUSTER,
+    Process,
     Roles,
     environ,
     free_addresses,
@@ -207,6 +211,24 @@ def test_status_of_the_wrong_role(tmp_path: Path) -> None:
     table = rows(output)
     assert table["ps 0"][1] == "not up"
     assert re.match(r"worker 0 \(.*, pid \d+\) answers there: compare TF_CONFIG", table["ps 0"][3])
+
+
+def test_status_broken_off() -> None:
+    """Ctrl-C while it asks is no answer: not the exit code of a cluster that is up."""
+    asked, over = threading.Event(), threading.Event()
+
+    def hold(_: socket.socket) -> None:
+        asked.set()
+        over.wait(SECONDS)
+
+    with listener(hold) as address:
+        config = tf_config({"ps": [address]}, "ps")
+        with Process([*PSCLUSTER, "status", "--insecure"], environ(config)) as process:
+            assert asked.wait(SECONDS)
+            process.send(signal.SIGINT)
+            assert process.wait() == 130
+            assert "Traceback" not in process.output
+        over.set()
 
 
 @pytest.mark.parametrize("config", [None, "{}", '{"cluster": {}}'])

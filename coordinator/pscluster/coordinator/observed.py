@@ -22,6 +22,9 @@ MAX_LOGS = 12
 
 MAX_POINTS = 300
 
+RECENT = 4
+"""Samples of which the rate of now is made."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -80,6 +83,8 @@ class Observed:
         self._loss = [0.0, 0.0]  # sum and count since it was taken
         self.loss_name = "loss"
         self.began = time.time()
+        self.since = time.monotonic()
+        """The same, of the clock that never jumps."""
 
     def tell(self, who: str, kind: str, text: str, detail: str = "") -> None:
         """Something happened; see `Event`."""
@@ -99,7 +104,8 @@ class Observed:
 
     def trained(self, training: Training) -> None:
         """A loop is so far. Its first number is taken for the loss, unless one has that name."""
-        logs = dict(itertools.islice(training.logs.items(), MAX_LOGS))
+        # Numbers, whatever they come as: a tensor would keep its graph.
+        logs = {name: float(value) for name, value in itertools.islice(training.logs.items(), MAX_LOGS)}
         with self._lock:
             self._training = replace(training, logs=logs)
             name = "loss" if "loss" in logs else next(iter(logs), None)
@@ -155,9 +161,13 @@ class _Point:
 
 
 class Series:
-    """Functions done, and the loss, over time. Pure.
+    """Functions done, and the loss, over time, which is that of a clock that never jumps. Pure.
 
-    When it is full two points each become one, and from then on a point takes twice as long.
+    When it is full two points each become one, and from then on a point takes twice as long. What is so now comes from
+    the last samples, whatever a point takes.
+
+    Attributes:
+        loss: the mean of the last sample that had any; None: nothing was reported.
     """
 
     def __init__(self, now: float, done: int = 0, max_points: int = MAX_POINTS) -> None:
@@ -165,9 +175,14 @@ class Series:
         self._max_points = max_points
         self._span = 0.0
         self._points: list[_Point] = []
+        self._recent = deque([self._origin], maxlen=RECENT)
+        self.loss: float | None = None
 
     def add(self, now: float, done: int, loss: tuple[float, float] = (0.0, 0.0)) -> None:
         """So many functions are done by now, and so much loss was reported, in sum and so often."""
+        self._recent.append((now, done))
+        if loss[1]:
+            self.loss = loss[0] / loss[1]
         points = self._points
         begin = points[-1].end if points else self._origin[0]
         if points and now - points[-1].begin <= self._span:
@@ -178,6 +193,12 @@ class Series:
         if len(points) > self._max_points:
             self._span = 2 * max(self._span, (points[-1].end - self._origin[0]) / len(points))
             self._points = [_merged(*points[at : at + 2]) for at in range(0, len(points), 2)]
+
+    @property
+    def rate(self) -> float:
+        """Functions a second, lately."""
+        (then, before), (now, done) = self._recent[0], self._recent[-1]
+        return (done - before) / (now - then) if now > then else 0.0
 
     def rows(self) -> tuple[list[float], list[float], list[float | None]]:
         """Times (of the ends of points), functions a second, and mean losses (None: nothing was reported)."""

@@ -168,13 +168,19 @@ def show_status(
 ) -> int:
     """Print how all tasks do; the exit code: 0 if all answer, or if somebody has looked on until Ctrl-C.
 
+    One look that is broken off has no exit code: KeyboardInterrupt.
+
     Args:
         as_text: a table; otherwise JSON, a line each time.
         every: seconds between two looks; None: once.
         rounds: so many looks; 0: until Ctrl-C.
     """
-    up = True
-    with Asker(peers, metadata) as asker, _screen(live=as_text and every is not None) as show:
+    up = False
+    with (
+        contextlib.nullcontext() if every is None else contextlib.suppress(KeyboardInterrupt),
+        Asker(peers, metadata) as asker,
+        _screen(live=as_text and every is not None) as show,
+    ):
         for _ in _rounds(every, 1 if every is None else rounds):
             answers = asker.explained(asker.ask())
             up = all_up(asker.peers, answers)
@@ -194,7 +200,7 @@ def show_top(peers: Sequence[PeerAddress], metadata: Metadata, *, every: float, 
         rows: of each table, at most.
     """
     meter = RateMeter()
-    with Asker(peers, metadata) as asker, _screen(live=True) as show:
+    with contextlib.suppress(KeyboardInterrupt), Asker(peers, metadata) as asker, _screen(live=True) as show:
         for number in _rounds(every, rounds and rounds + 1):
             answers = asker.ask(BUSIEST)
             replies = {
@@ -225,16 +231,15 @@ def _rounds(every: float | None, count: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _screen(live: bool) -> Iterator[Callable[[RenderableType], None]]:
-    """Shows one picture in the place of the last in a terminal, behind it elsewhere. Ctrl-C ends it in order."""
+    """Shows one picture in the place of the last in a terminal, behind it elsewhere."""
     if not live or not sys.stdout.isatty():
 
         def add(picture: RenderableType) -> None:
             print(_plain(picture), flush=True)
 
-        with contextlib.suppress(KeyboardInterrupt):
-            yield add
+        yield add
         return
-    with contextlib.suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as screen:
+    with Live(console=Console(), auto_refresh=False) as screen:
         yield lambda picture: screen.update(picture, refresh=True)
 
 

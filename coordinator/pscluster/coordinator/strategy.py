@@ -45,7 +45,7 @@ from pscluster.core.channels import PeerAddress, wait_for_peers
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, is_loopback, split_address, validate_for_strategy
 from pscluster.core.definitions import capture, split_off_bulk
 from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
-from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError
+from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.fault_points import arm, reach
 from pscluster.core.geometry import Partition
 from pscluster.core.handles import Handle
@@ -219,15 +219,21 @@ class ParameterServerStrategy(Strategy):
         atexit.register(close_all, "the coordinator's script has ended")
 
     def _show(self, options: RoleOptions) -> None:
-        """The live page."""
+        """The live page; where it can't listen, the job goes on without."""
         from pscluster.coordinator.dashboard import Dashboard  # it needs this module, and a moment to load
 
         address, tls = options.dashboard_address, options.tls
         certificate = key = None
         if address is not None and tls is not None and not is_loopback(address.rpartition(":")[0]):
             certificate, key = tls.folder / CERTIFICATE, tls.folder / KEY
-        page = Dashboard(self, address, certificate=certificate, key=key, insecure=options.insecure)
-        logger.info("the live page is at %s", page.url)
+        try:
+            page = Dashboard(self, address, certificate=certificate, key=key, insecure=options.insecure)
+        except ConfigurationError:
+            raise
+        except PsClusterError as error:
+            logger.error("%s; the job goes on without the page", error)
+        else:
+            logger.info("the live page is at %s", page.url)
 
     def _serve(self, spec: ClusterSpec, options: RoleOptions) -> RoleServer | None:
         """Answer health checks and status questions, where the cluster gives the coordinator an address."""
@@ -394,8 +400,11 @@ class ParameterServerStrategy(Strategy):
         return 0.0
 
     def show_until_closed(self, page: Dashboard) -> None:
-        """A live page shows this job; it is closed when this is."""
-        self._pages.append(page)
+        """A live page shows this job; it is closed when this is. MisuseError if the job is over."""
+        with self._lock:
+            if self._closed:
+                raise MisuseError("the job is over: there is nothing to show on a live page")
+            self._pages.append(page)
 
     @property
     def dispatcher(self) -> Dispatcher | None:

@@ -12,6 +12,7 @@ import contextlib
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from importlib import resources
 
 from aiohttp import web
@@ -22,7 +23,10 @@ from pscluster.core.cluster import is_loopback
 from pscluster.core.tokens import LOOK_SECONDS, Token
 
 MAX_CONNECTIONS = 128
-"""More are closed at once: who opens thousands keeps others from the page, and from nothing else."""
+"""For one more the oldest that may not look yet is closed, or else that one: who opens thousands harms nobody else."""
+
+WELCOME_SECONDS = 10.0
+"""Who has not asked for anything that it may see by then is closed: TLS's handshake is part of it."""
 
 MAX_SESSIONS = 1000
 
@@ -75,20 +79,29 @@ class _Access:
         if self._token is None:
             return True
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._token.accepts(given.encode()):
+        if scheme.lower() == "bearer" and self._token.accepts(_bytes(given)):
             return True
         began_with = self._sessions.get(request.cookies.get(cookie, ""))
         return began_with is not None and self._token.accepts(began_with)  # which may be one of the past by now
 
     def session(self, given: str) -> str | None:
         """A new one, for who has the token."""
-        if self._token is None or not self._token.accepts(given.encode()):
+        if self._token is None or not self._token.accepts(_bytes(given)):
             return None
         while len(self._sessions) >= MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         name = secrets.token_urlsafe(32)
-        self._sessions[name] = given.encode()
+        self._sessions[name] = _bytes(given)
         return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    """A connection."""
+
+    connection: socket.socket
+    welcome: asyncio.Event  # set once it has asked for what it may see
+    task: asyncio.Task[None]  # lets it in; closes it when it is cancelled before
 
 
 class Site:
@@ -101,6 +114,7 @@ class Site:
         self._files = files
         self._access = _Access(loopback, token)
         self._cookie = f"pscluster_{port}"  # cookies are a host's, whatever the port
+        self._guests: dict[asyncio.BaseProtocol, _Guest] = {}  # whose sockets may be open, the oldest first
 
     async def serve(self, listener: socket.socket, ready: Callable[[], None], stop: asyncio.Event) -> None:
         """Until then. `ready` is called when all is set up."""
@@ -108,19 +122,14 @@ class Site:
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/events", self._events)
         app.router.add_get("/state.json", self._state)
+        app.router.add_get(r"/error/{number:\d{1,15}}", self._error)
         for path, (name, kind) in _ASSETS.items():
             app.router.add_get(path, _asset(name, kind))
         runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=30.0, shutdown_timeout=0.5)
         await runner.setup()
         assert runner.server is not None  # set up
-        make, served = runner.server, runner.server
-
-        def protocol() -> asyncio.Protocol:
-            return make() if len(served.connections) < MAX_CONNECTIONS else _Full()
-
-        listening = await loop.create_server(
-            protocol, sock=listener, ssl=None if self._files is None else self._files.context
-        )
+        listener.setblocking(False)
+        self._listen(listener, runner.server)
         watching = asyncio.create_task(self._watch.run())
         ready()
         renewing = asyncio.create_task(self._renew())
@@ -128,13 +137,65 @@ class Site:
             await stop.wait()
             await self._watch.end()
         finally:
-            listening.close()
-            for task in (watching, renewing):
+            loop.remove_reader(listener)
+            listener.close()
+            for _ in range(2):
+                await asyncio.sleep(0)  # who has just come gets what can be closed
+            tasks = [watching, renewing, *(guest.task for guest in self._guests.values())]
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait((watching, renewing))
+            await asyncio.wait(tasks)
             self._watch.close()
             await runner.cleanup()
             await loop.shutdown_default_executor()
+
+    def _listen(self, listener: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener, make)
+
+    def _accept(self, listener: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
+        """Let in who comes, as far as there is room: counted from here on, since asyncio counts no handshakes."""
+        loop = asyncio.get_running_loop()
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError:  # there are no more descriptors, say
+            loop.remove_reader(listener)
+            loop.call_later(1.0, self._listen, listener, make)
+            return
+        if not self._is_room():
+            connection.close()
+            return
+        protocol, welcome = make(), asyncio.Event()
+        task = loop.create_task(self._let_in(connection, protocol, welcome))
+        self._guests[protocol] = _Guest(connection, welcome, task)
+
+    def _is_room(self) -> bool:
+        """For one more, perhaps since another has to go."""
+        for protocol in [protocol for protocol, guest in self._guests.items() if guest.connection.fileno() < 0]:
+            self._guests.pop(protocol).task.cancel()
+        if len(self._guests) >= MAX_CONNECTIONS:
+            for protocol in [protocol for protocol, guest in self._guests.items() if not guest.welcome.is_set()][:1]:
+                self._guests.pop(protocol).task.cancel()
+        return len(self._guests) < MAX_CONNECTIONS
+
+    async def _let_in(self, connection: socket.socket, protocol: asyncio.Protocol, welcome: asyncio.Event) -> None:
+        """Serve it; it is closed unless it is welcome in time."""
+        context, transport = None if self._files is None else self._files.context, None
+        with contextlib.suppress(OSError):  # no handshake, say; or that time is over
+            try:
+                async with asyncio.timeout(WELCOME_SECONDS):
+                    transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+                        lambda: protocol,
+                        connection,
+                        ssl=context,
+                        ssl_handshake_timeout=None if context is None else WELCOME_SECONDS,
+                    )
+                    await welcome.wait()
+            finally:
+                if transport is not None and not welcome.is_set():
+                    transport.abort()
 
     async def _renew(self) -> None:
         while self._files is not None:
@@ -160,6 +221,8 @@ class Site:
             return response
         if not self._access.is_allowed(request, self._cookie):
             return _login("This cluster asks for its token.")
+        if (guest := self._guests.get(request.protocol)) is not None:
+            guest.welcome.set()
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -169,6 +232,11 @@ class Site:
         """What the page shows, once."""
         text = await self._watch.look()
         return web.Response(text=text, content_type="application/json", headers=_HEADERS)
+
+    async def _error(self, request: web.Request) -> web.StreamResponse:
+        """An error's traceback: not in every picture, where it would be sent again and again."""
+        detail = self._watch.detail(int(request.match_info["number"]))
+        return _plain(404, "That error is not kept any more.") if detail is None else _plain(200, detail)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """The same, again and again."""
@@ -180,11 +248,9 @@ class Site:
         return response
 
 
-class _Full(asyncio.Protocol):
-    """Of a connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+def _bytes(given: str) -> bytes:
+    """As they came: what is no UTF-8 is in the text as surrogates."""
+    return given.encode(errors="surrogateescape")
 
 
 def _asset(name: str, kind: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.core.cluster import is_loopback, split_address
-from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
 
 if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy
@@ -92,6 +92,7 @@ class Dashboard:
         ConfigurationError: the address is not on loopback, and there is no token, or no certificate, and `insecure` is
             not given; it is no address; the certificate or key can't be used.
         PsClusterError: it can't be listened on.
+        MisuseError: the job is over.
     """
 
     def __init__(
@@ -120,7 +121,11 @@ class Dashboard:
         arguments = strategy, is_loopback(host), token, port, files
         self._thread = threading.Thread(target=self._run, args=arguments, name="dashboard", daemon=True)
         self._thread.start()
-        strategy.show_until_closed(self)
+        try:
+            strategy.show_until_closed(self)
+        except MisuseError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Who looks is told the last of it; then nothing is served any more. Idempotent."""

@@ -47,6 +47,7 @@ class Seen:
     """All that there is to show."""
 
     now: float  # seconds since the epoch
+    clock: float  # the same moment, of the clock that never jumps
     job: str
     coordinator: str
     memory_bytes: int
@@ -62,8 +63,8 @@ class Seen:
     series: Series
 
 
-def page(seen: Seen) -> Json:
-    """What the page is given."""
+def page(seen: Seen, *, details: bool = False) -> Json:
+    """What the page is given; with the errors' tracebacks, which the page asks for one by one, or without."""
     times, rates, losses = seen.series.rows()
     observed, training = seen.observed, seen.observed.training
     stories = _stories(observed.events)
@@ -74,24 +75,29 @@ def page(seen: Seen) -> Json:
     return {
         "now": seen.now,
         "began": observed.began,
+        "running": seen.clock - observed.since,
         "job": seen.job,
         "coordinator": seen.coordinator,
         "memory": seen.memory_bytes,
         "health": _health(seen, problems),
-        "queue": _queue(seen, rates),
+        "queue": _queue(seen),
         "training": {**asdict(training), "logs": [[name, _number(value)] for name, value in training.logs.items()]},
         "series": {
-            "times": [round(each, 1) for each in times],
+            "times": [round(seen.now - seen.clock + each, 1) for each in times],
             "rates": [round(each, 2) for each in rates],
             "losses": [None if each is None else _number(each) for each in losses],
             "loss": observed.loss_name,
+            "loss_now": None if seen.series.loss is None else _number(seen.series.loss),
         },
         "workers": workers,
         "servers": servers,
         "variables": variables,
         "more_variables": max(len(seen.rates.variables) - MAX_VARIABLES, 0),
         "events": [_event(event) for event in reversed(observed.events[-MAX_EVENTS:])],
-        "errors": [_event(event) for event in reversed(observed.errors)],
+        "errors": [
+            {**_event(event), "detailed": bool(event.detail), **({"detail": event.detail} if details else {})}
+            for event in reversed(observed.errors)
+        ],
         "checkpoints": [asdict(each) for each in reversed(observed.checkpoints)],
     }
 
@@ -102,7 +108,7 @@ def _number(value: float) -> float | str:
 
 
 def _event(event: Event) -> Json:
-    return asdict(event)
+    return {"number": event.number, "time": event.time, "who": event.who, "kind": event.kind, "text": event.text}
 
 
 def _stories(events: Sequence[Event]) -> dict[str, list[Json]]:
@@ -114,7 +120,7 @@ def _stories(events: Sequence[Event]) -> dict[str, list[Json]]:
     return {who: story[:6] for who, story in found.items()}
 
 
-def _queue(seen: Seen, rates: Sequence[float]) -> Json:
+def _queue(seen: Seen) -> Json:
     look = seen.look
     if look is None:
         return {"waiting": 0, "running": 0, "done": 0, "failed": 0, "retried": 0, "cancelled": 0, "rate": 0.0}
@@ -125,7 +131,7 @@ def _queue(seen: Seen, rates: Sequence[float]) -> Json:
         "failed": look.failed,
         "retried": look.retried,
         "cancelled": look.cancelled,
-        "rate": round(statistics.fmean(rates[-3:]), 2) if rates else 0.0,
+        "rate": round(seen.series.rate, 2),
     }
 
 

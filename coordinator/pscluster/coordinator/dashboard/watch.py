@@ -35,6 +35,9 @@ TICK_SECONDS = 0.5
 ASK_SECONDS = 1.0
 """So often the roles are asked; and so long each may take to answer."""
 
+MISSES = 3
+"""A role that has answered counts as silent when it does not so many times, one after the other."""
+
 OLD_SECONDS = 5.0
 
 SAMPLE_SECONDS = 1.0
@@ -48,10 +51,11 @@ class Watch:
         self._asker: Asker | None = None
         self._meter = RateMeter()
         self._rates = Rates({}, [])
-        self._replies: dict[str, node_pb2.StatusReply] = {}
+        self._replies: dict[str, node_pb2.StatusReply] = {}  # the last ones
+        self._misses: dict[str, int] = {}  # since then
         self._asked_at = 0.0
         self._asked = False
-        self._series = Series(time.time(), _done(strategy))
+        self._series = Series(time.monotonic(), _done(strategy))
         self._observed = strategy.observed
         self._watchers = 0
         self._wake = asyncio.Event()
@@ -77,7 +81,7 @@ class Watch:
     async def _sample(self) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
         if (strategy := self._strategy()) is not None:
-            self._series.add(time.time(), _done(strategy), self._observed.take_loss())
+            self._series.add(time.monotonic(), _done(strategy), self._observed.take_loss())
 
     async def _show(self) -> None:
         await self._wake.wait()
@@ -104,24 +108,28 @@ class Watch:
         asker, self._asked_at = self._asker, time.monotonic()
         del strategy
         answers = await asyncio.get_running_loop().run_in_executor(None, asker.ask, BUSIEST, ASK_SECONDS)
-        self._replies = {
+        new = {
             peer.task: answer for peer, answer in zip(asker.peers, answers, strict=True) if not isinstance(answer, str)
         }
-        self._rates, self._asked = self._meter.add(time.monotonic(), self._replies), True
+        self._misses = {task: self._misses.get(task, 0) + 1 for task in self._replies if task not in new}
+        kept = {task: reply for task, reply in self._replies.items() if 0 < self._misses.get(task, 0) < MISSES}
+        self._replies = {**kept, **new}
+        self._rates, self._asked = self._meter.add(time.monotonic(), new), True
 
     def _forget_old(self) -> None:
         """Nobody has looked for a while: what the roles said then is not how they are."""
         if time.monotonic() - self._asked_at > OLD_SECONDS:
             self._meter, self._rates = RateMeter(), Rates({}, [])
-            self._replies, self._asked = {}, False
+            self._replies, self._misses, self._asked = {}, {}, False
 
-    def _picture(self) -> str:
+    def _picture(self, *, details: bool = False) -> str:
         strategy = self._strategy()
         if strategy is None:
             return self._text
         dispatcher = strategy.dispatcher
         seen = Seen(
             now=time.time(),
+            clock=time.monotonic(),
             job=strategy.job_name,
             coordinator=strategy.identity.name,
             memory_bytes=resident_bytes(),
@@ -136,14 +144,18 @@ class Watch:
             observed=self._observed,
             series=self._series,
         )
-        return json.dumps(page(seen), separators=(",", ":"), allow_nan=False, default=str)
+        return json.dumps(page(seen, details=details), separators=(",", ":"), allow_nan=False, default=str)
 
     async def look(self) -> str:
         """What is shown now; the roles are asked if nobody has lately."""
         if not self._watchers and time.monotonic() - self._asked_at > ASK_SECONDS:  # however many look at once
             self._forget_old()
             await self._ask_once()
-        return self._picture()
+        return self._picture(details=True)
+
+    def detail(self, number: int) -> str | None:
+        """The traceback of the error of this number; None: there is no such error, or not any more."""
+        return next((error.detail for error in self._observed.errors if error.number == number), None)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:

@@ -44,22 +44,27 @@ function make(tag, text, name) {
 }
 
 // Elements for items, by key: those that are there are filled anew, the others made or removed; in the items' order.
+// Items with the same key are told apart by their order.
 function keyed(parent, items, key, create, fill) {
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const filled = new Map();
+  const times = new Map();
   let place = parent.firstElementChild;
   for (const item of items) {
-    const name = String(key(item));
+    const base = String(key(item));
+    times.set(base, (times.get(base) ?? 0) + 1);
+    const name = JSON.stringify([base, times.get(base)]);
     let element = known.get(name);
     if (!element) {
       element = create(item);
       element.dataset.key = name;
     }
-    known.delete(name);
+    filled.set(name, element);
     fill(element, item);
     if (element === place) place = place.nextElementSibling;
     else parent.insertBefore(element, place);
   }
-  for (const element of known.values()) element.remove();
+  for (const child of [...parent.children]) if (filled.get(child.dataset.key) !== child) child.remove();
 }
 
 // Tables. A column: heading, class of its cells, and what fills a cell, which may give its text.
@@ -197,13 +202,23 @@ function showErrors(errors) {
   const holder = document.querySelector("#errors .list");
   keyed(holder, errors.length ? errors : [null], (error) => (error ? error.number : "none"), (error) => {
     if (!error) return make("p", "None.", "empty");
-    const element = make(error.detail ? "details" : "div");
-    const head = make(error.detail ? "summary" : "p");
+    const element = make(error.detailed ? "details" : "div");
+    const head = make(error.detailed ? "summary" : "p");
     const when = make("time", at(error.time));
     when.dateTime = new Date(1000 * error.time).toISOString();
     head.append(when, make("strong", error.who), " ", make("span", error.text));
     element.append(head);
-    if (error.detail) element.append(make("pre", error.detail));
+    if (error.detailed) {
+      const detail = make("pre");
+      element.append(detail);
+      const load = async () => {
+        const answer = detail.textContent ? null : await fetch(`/error/${error.number}`);
+        if (answer && answer.ok) set(detail, await answer.text());
+      };
+      const tried = () => load().catch(() => {});  // when it is opened it is tried again
+      element.addEventListener("toggle", tried);
+      tried();
+    }
     return element;
   }, () => {});
 }
@@ -231,10 +246,10 @@ function showTiles(page) {
     ["Done", whole.format(queue.done), "", false],
     ["Failed", whole.format(queue.failed), `${whole.format(queue.retried)} run again`, queue.failed > 0],
     ["Moved a second", bytes(moved), "", false],
-    ...page.training.logs.map(([name, value]) => [name, number(value), "", typeof value === "string"]),
-    ["Running for", duration(page.now - page.began), "", false],
+    ...page.training.logs.map(([name, value]) => [name, number(value), "", typeof value === "string", "log"]),
+    ["Running for", duration(page.running), "", false],
   ];
-  keyed($("tiles"), tiles, ([name]) => name, ([name]) => {
+  keyed($("tiles"), tiles, ([name, , , , from]) => (from ? `${from}:${name}` : name), ([name]) => {
     const tile = make("div");
     const value = make("dd");
     value.append(make("span"), " ", make("small"));
@@ -277,7 +292,7 @@ function chart(id, data, write) {
 }
 
 function showCharts(page) {
-  const { times, rates, losses, loss } = page.series;
+  const { times, rates, losses, loss, loss_now } = page.series;
   if (times.length > 1) chart("rate-chart", [times, rates], count);
   set($("rate-now"), times.length ? `now ${count(page.queue.rate)}` : "");
   const highest = Math.max(0, ...rates);
@@ -288,15 +303,19 @@ function showCharts(page) {
   if (known.length) {
     chart("loss-chart", [times, losses.map((value) => (typeof value === "number" ? value : null))], number);
     set($("loss-name"), loss);
-    set($("loss-now"), `now ${number(known[known.length - 1])}`);
+    set($("loss-now"), `now ${number(loss_now)}`);
     $("loss-chart").setAttribute("aria-label",
-      `${loss} over time: first ${number(known[0])}, now ${number(known[known.length - 1])}`);
+      `${loss} over time: first ${number(known[0])}, now ${number(loss_now)}`);
   }
 }
 
 let last = null;
 
 function show(page) {
+  if (last && last.began !== page.began) {  // another job, with numbers of its own
+    location.reload();
+    return;
+  }
   last = page;
   const health = page.health;
   document.title = `${{ ok: "✓", warn: "!", bad: "✕", over: "■" }[health.state] || "○"} ${page.job || "pscluster"}`;
@@ -327,7 +346,15 @@ function lost() {
 
 const source = new EventSource("/events");
 source.onmessage = (message) => show(JSON.parse(message.data));
-source.onerror = lost;  // it dials again by itself
+source.onerror = () => {  // it dials again by itself, unless it was refused: a new coordinator knows no cookie
+  lost();
+  if (source.readyState === EventSource.CLOSED) setTimeout(again, 3000);
+};
+
+// The page anew, once somebody answers: until then what was seen last stays.
+function again() {
+  fetch("/", { method: "HEAD" }).then(() => location.reload(), () => setTimeout(again, 3000));
+}
 
 function redraw() {
   for (const [id, known] of charts) { known.destroy(); charts.delete(id); }
