@@ -13,12 +13,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from threading import Event
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from cryptography import x509
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tests.conftest import until
 from tests.roles.processes import (
     DONE,
@@ -51,6 +53,7 @@ from pscluster.core.certificates import make_certificates, renew_certificates
 from pscluster.core.channels import PeerAddress
 from pscluster.core.errors import ConfigurationError, UnavailableError
 from pscluster.core.frames import pack, unpack
+from pscluster.core.patience import Patience
 from pscluster.core.rpc import Method, methods
 from pscluster.core.tls import Tls, load_tls
 from pscluster.ps.wire import SERVICE as PS_SERVICE
@@ -172,6 +175,44 @@ def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
             error = call(channel, method, metadata)
             assert error is not None, caller
             assert error.code() == grpc.StatusCode.UNAUTHENTICATED, caller
+
+
+@pytest.mark.parametrize(("role", "method"), ALL_METHODS)
+def test_what_is_refused_is_not_read(role: str, method: Method, guarded: Guarded) -> None:
+    """A certificate that does not open the method is told so before a message has come: no thread waits for one."""
+    name = method.path.rsplit("/", 1)[1]
+    for caller in {"ps", "worker", "tool"} - OPEN_TO_OTHERS.get(name, set()):
+        channel, over = guarded.channel(role, guarded.certificates / caller), Event()
+        unary: Any = channel.stream_unary(method.path)
+        pending = unary.future(nothing_until(over), metadata=RIGHT, timeout=SECONDS)
+        assert pending.code() == grpc.StatusCode.PERMISSION_DENIED, caller
+        over.set()
+
+
+def nothing_until(over: Event) -> Iterator[bytes]:
+    """The requests of somebody who sends none."""
+    over.wait()
+    yield from ()
+
+
+def test_a_request_that_does_not_come(tmp_path: Path) -> None:
+    """It is waited for as long as is said, and no longer: a server with one thread answers the next call."""
+    make_certificates(tmp_path / "certificates")
+    tool, over = tmp_path / "certificates" / "tool", Event()
+    interceptor = access.RoleInterceptor(Patience(0.3))
+    with (
+        serving(tmp_path / "certificates" / "ps", interceptors=[interceptor]) as address,
+        channel_of(address, tool) as channel,
+    ):
+        check: Any = channel.stream_unary("/grpc.health.v1.Health/Check")
+        waiting = [check.future(nothing_until(over), timeout=SECONDS) for _ in range(2)]
+        assert [each.code() for each in waiting] == [grpc.StatusCode.CANCELLED] * 2
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError, match="without a request"):
+            check(iter(()), timeout=SECONDS)
+        over.set()
 
 
 def test_plain_text_gets_nowhere(guarded: Guarded) -> None:
@@ -345,9 +386,15 @@ def test_a_bad_renewal(tmp_path: Path) -> None:
 
 
 @contextmanager
-def serving(folder: Path | None, address: str = "127.0.0.1:0", mutual: bool = True) -> Iterator[str]:
-    """A gRPC server with whatever is in the folder; None: plain text. Its address."""
-    server = grpc.server(ThreadPoolExecutor(2))
+def serving(
+    folder: Path | None,
+    address: str = "127.0.0.1:0",
+    mutual: bool = True,
+    interceptors: Sequence[grpc.ServerInterceptor] = (),
+) -> Iterator[str]:
+    """A gRPC server, that is healthy, with whatever is in the folder; None: plain text. Its address."""
+    server = grpc.server(ThreadPoolExecutor(1), interceptors=interceptors)
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
     if folder is None:
         port = server.add_insecure_port(address)
     else:
