@@ -1,8 +1,8 @@
 """Ends calls that hold something and do not go on.
 
-A call that waits for its peer's next message waits as long as the connection lasts, and a peer that is alive and sends
-nothing keeps that for ever. Time is counted in looks, not by the clock: a process that was stopped itself has not been
-waiting.
+A call that waits for its peer, for the next message or for room to send, waits as long as the connection lasts, and a
+peer that is alive and does nothing keeps that for ever. Time is counted in looks, not by the clock: a process that was
+stopped itself has not been waiting.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,14 @@ class Call(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """A call, and in how many looks it has not gone on."""
+
+    call: Call
+    looks: int = 0
+
+
 class Patience:
     """With calls that may stand still for so many seconds.
 
@@ -36,27 +45,28 @@ class Patience:
     def __init__(self, seconds: float) -> None:
         self._between = seconds / LOOKS
         self._lock = threading.Lock()
-        self._looks: dict[Call, int] = {}
-        self._watched = False
+        self._watched: set[_Watched] = set()
+        self._watching = False
 
     @contextmanager
     def with_call(self, call: Call) -> Iterator[Callable[[], None]]:
         """Watch a call for the block, which is given what to call whenever the call goes on."""
 
+        watched = _Watched(call)
+
         def goes_on() -> None:
-            with self._lock:
-                self._looks[call] = 0
+            watched.looks = 0
 
         with self._lock:
-            self._looks[call] = 0
-            if not self._watched:
-                self._watched = True
+            self._watched.add(watched)
+            if not self._watching:
+                self._watching = True
                 threading.Thread(target=self._watch, name="patience", daemon=True).start()
         try:
             yield goes_on
         finally:
             with self._lock:
-                del self._looks[call]
+                self._watched.remove(watched)
 
     def _watch(self) -> None:
         """As long as there are calls to watch."""
@@ -64,12 +74,12 @@ class Patience:
         while True:
             pause.wait(self._between)
             with self._lock:
-                if not self._looks:
-                    self._watched = False
+                if not self._watched:
+                    self._watching = False
                     return
-                for call in self._looks:
-                    self._looks[call] += 1
-                late = [call for call, looks in self._looks.items() if looks == LOOKS + 1]
-            for call in late:
+                for watched in self._watched:
+                    watched.looks += 1
+                late = [watched for watched in self._watched if watched.looks == LOOKS + 1]
+            for watched in late:
                 logger.warning("a call was ended: nothing came of it for %g s", self._between * LOOKS)
-                call.cancel()
+                watched.call.cancel()
