@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
 import pytest
 from cryptography import x509
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from tests.conftest import until
+from tests.conftest import OpenCall, until
 from tests.roles.processes import (
     DONE,
     HELD,
@@ -51,13 +51,14 @@ from pscluster.coordinator.local_cluster import child_environ
 from pscluster.core import access
 from pscluster.core.certificates import make_certificates, renew_certificates
 from pscluster.core.channels import PeerAddress
-from pscluster.core.errors import ConfigurationError, UnavailableError
+from pscluster.core.errors import ConfigurationError, NotPermittedError, UnavailableError
 from pscluster.core.frames import pack, unpack
 from pscluster.core.patience import Patience
-from pscluster.core.rpc import Method, methods
+from pscluster.core.rpc import Method, Stub, methods
 from pscluster.core.tls import Tls, load_tls
+from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.wire import SERVICE as PS_SERVICE
-from pscluster.v1 import ps_pb2
+from pscluster.v1 import node_pb2, ps_pb2
 
 TOKEN = "correct-horse-battery-staple"
 RIGHT: Metadata = (("authorization", f"Bearer {TOKEN}"),)
@@ -240,6 +241,7 @@ def test_workers_create_nothing(guarded: Guarded) -> None:
     create = [
         ps_pb2.CreateRequest(variable=ps_pb2.VariableSpec(id=7, name="x", dtype="float32", shape=[1])),
         ps_pb2.CreateRequest(optimizer=ps_pb2.OptimizerSpec(id=1), rule={"module": "os", "qualname": "system"}),
+        ps_pb2.CreateRequest(optimizer=ps_pb2.OptimizerSpec(id=2, name="another", rule="sgd")),
     ]
     refused = "does not open the creation of variables"
     channel = guarded.channel("ps", guarded.certificates / "worker")
@@ -254,6 +256,38 @@ def test_workers_create_nothing(guarded: Guarded) -> None:
             push(iter([data]), metadata=RIGHT, timeout=SECONDS)
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
         assert refused in (caught.value.details() or "")
+    with pytest.raises(grpc.RpcError, match="does not open what writes to the disk"):
+        Stub(channel, PS_SERVICE).describe(ps_pb2.DescribeRequest(saved=True), metadata=RIGHT, timeout=SECONDS)
+
+
+def test_workers_set_rates_and_no_rules() -> None:
+    """A step may give an optimizer another rate, and neither another rule nor another name."""
+    role = ParameterServerRole(0)
+    role.job_began(node_pb2.AttachRequest(job=7))
+    service = ParameterServerService(role)
+
+    def create(context: OpenCall, **changed: Any) -> None:
+        spec = ps_pb2.OptimizerSpec(
+            **{"id": 1, "name": "o", "rule": "sgd", "numbers": {"learning_rate": 0.1}, **changed}
+        )
+        request = ps_pb2.Request(create=ps_pb2.CreateRequest(job=7, optimizer=spec), last=True)
+        service.push(iter([pack(request)]), cast(grpc.ServicerContext, context))
+
+    create(OpenCall())
+    create(WorkersCall(), numbers={"learning_rate": 0.5})
+    for changed in ({"id": 2}, {"name": "p"}, {"rule": "adam"}):
+        with pytest.raises(NotPermittedError, match="does not open the creation of variables and of optimizers"):
+            create(WorkersCall(), **changed)
+    (held,) = role.store.describe([], ["o"]).optimizers
+    assert (held.rule, held.numbers["learning_rate"]) == ("sgd", 0.5)
+
+
+class WorkersCall(OpenCall):
+    """Of somebody with a worker's certificate."""
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """What gRPC found in it."""
+        return {"x509_pem_cert": [b""], "peer_uri": [b"pscluster://role/worker"]}
 
 
 def test_the_table() -> None:

@@ -412,9 +412,10 @@ class ParameterServerService:
 
     @staticmethod
     def _check_create(store: Store, request: ps_pb2.Request, context: grpc.ServicerContext) -> None:
-        if not request.create.HasField("optimizer") or request.create.HasField("rule"):
-            # Whose functions run here. A step may set the rate of an optimizer whose rule the server has.
-            check_coordinator(context, "the creation of variables, and of optimizers with a rule of their own")
+        create = request.create
+        # A step may set the rate of an optimizer whose rule the server has.
+        if not create.HasField("optimizer") or create.HasField("rule") or not store.has_optimizer(create.optimizer):
+            check_coordinator(context, "the creation of variables and of optimizers")
         expected = store.expected_bytes(request.create)
         if expected is None and request.total_bytes > MAX_PICKLE_BYTES:
             raise ProtocolError(
@@ -430,8 +431,10 @@ class ParameterServerService:
         store.check_job(job)
         return store
 
-    def describe(self, request: ps_pb2.DescribeRequest, _context: grpc.ServicerContext) -> ps_pb2.DescribeReply:
+    def describe(self, request: ps_pb2.DescribeRequest, context: grpc.ServicerContext) -> ps_pb2.DescribeReply:
         """Look names up in the directory."""
+        if request.saved:
+            check_coordinator(context, "what writes to the disk")
         store = self._store_of(request.job)
         if request.saved:
             self._role.keeper.save()
