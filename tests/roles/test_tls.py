@@ -427,7 +427,7 @@ def serving(
     interceptors: Sequence[grpc.ServerInterceptor] = (),
 ) -> Iterator[str]:
     """A gRPC server, that is healthy, with whatever is in the folder; None: plain text. Its address."""
-    server = grpc.server(ThreadPoolExecutor(1), interceptors=interceptors)
+    server = grpc.server(ThreadPoolExecutor(1), interceptors=[*interceptors])
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
     if folder is None:
         port = server.add_insecure_port(address)

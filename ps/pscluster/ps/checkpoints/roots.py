@@ -45,7 +45,8 @@ def _plain(path: str) -> str:
     if "::" in path or ("://" in path and not path.startswith(_LOCAL)):
         return path.rstrip("/")
     # As fsspec reads it, which knows more ways than one: `file:`, `~`.
-    return os.path.realpath(LocalFileSystem._strip_protocol(path))
+    local: str = LocalFileSystem._strip_protocol(path)
+    return os.path.realpath(local)
 
 
 def _found(path: str) -> str | None:
