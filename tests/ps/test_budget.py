@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+import grpc
 import numpy as np
 import pytest
 from tests.conftest import OpenCall, until
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
-from pscluster.core.errors import PSUnavailableError
+from pscluster.core.channels import SERVER_OPTIONS
+from pscluster.core.errors import PSUnavailableError, UnavailableError, from_rpc
+from pscluster.core.frames import pack, unpack
+from pscluster.core.patience import Patience
+from pscluster.core.rpc import Stub, generic_handler
 from pscluster.ps.budget import Budget
+from pscluster.ps.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.wire import SERVICE
+from pscluster.v1 import node_pb2, ps_pb2
+
+JOB = 7
 
 
 class Asker:
@@ -94,6 +105,45 @@ def test_who_gives_up_makes_room() -> None:
     with pytest.raises(PSUnavailableError), budget.taken(1, ended):
         pass
     assert (budget.used, len(budget._queue)) == (0, 0)
+
+
+def test_who_stands_still_makes_room() -> None:
+    """A push whose frames do not come, and a pull whose frames are not taken, lose their memory; others go on."""
+    role, size, over = ParameterServerRole(0), 8 << 20, threading.Event()
+    role.job_began(node_pb2.AttachRequest(job=JOB))
+    service = ParameterServerService(role, 1 << 20, Patience(0.3))
+    spec = ps_pb2.VariableSpec(id=1, name="w", dtype="uint8", shape=[size], splits=[ps_pb2.AxisSplit(ends=[size])])
+    spec.owners.append(0)
+    create = ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec), total_bytes=size)
+    item = ps_pb2.ReadItem(variable=1, shard=0, rows=ps_pb2.Rows(all=True))
+    read = pack(ps_pb2.Request(read=ps_pb2.ReadRequest(job=JOB, items=[item]), last=True))
+
+    def still() -> Iterator[bytes]:
+        yield pack(create, [bytes(1 << 20)])
+        over.wait()
+
+    def whole() -> Iterator[bytes]:
+        yield pack(create, [bytes(1 << 20)])
+        yield pack(ps_pb2.Request(last=True), [bytes(size - (1 << 20))])
+
+    server = grpc.server(ThreadPoolExecutor(4), options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((generic_handler(SERVICE, service),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.max_receive_message_length", -1)]) as channel:
+        stub = Stub(channel, SERVICE)
+        pushed = stub.push.future(still(), timeout=60)
+        until(lambda: service.budget.used == size, "it has what it declared")
+        stub.push(whole(), timeout=60)
+        assert pushed.code() == grpc.StatusCode.CANCELLED
+        assert isinstance(from_rpc(pushed.exception(), "ps 0"), UnavailableError), "its client tries again"
+        pulled = stub.pull(read, timeout=60)
+        next(pulled)
+        until(lambda: service.budget.used, "it reads")
+        until(lambda: not service.budget.used, "it was ended")
+        assert sum(len(unpack(data, ps_pb2.Reply)[1]) for data in stub.pull(read, timeout=60)) == size
+        over.set()
+    server.stop(0).wait()
 
 
 def test_large_requests_beyond_the_budget() -> None:

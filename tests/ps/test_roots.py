@@ -8,6 +8,7 @@ import pytest
 
 from pscluster.core.errors import CheckpointError
 from pscluster.ps.checkpoints.roots import Roots
+from pscluster.ps.checkpoints.tensor_files import write
 
 
 @pytest.fixture
@@ -23,9 +24,12 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("inside", ["", "/ckpt-000001", "/a/../b", "/in/ckpt-000001", "/not yet/there"])
 def test_inside(root: Path, inside: str) -> None:
-    """The root, what is in it, and links that stay in it."""
-    for protocol in ("", "file://", "local://"):
-        assert Roots([str(root)]).path_of(f"{protocol}{root}{inside}", "part") == f"{protocol}{root}{inside}/part"
+    """The root, what is in it, and links that stay in it. What is opened is the path that was looked at."""
+    for protocol in ("", "file://", "local://", "file:", "local:"):
+        assert (
+            Roots([str(root)]).path_of(f"{protocol}{root}{inside}", "part")
+            == f"{Path(root, inside[1:]).resolve()}/part"
+        )
 
 
 @pytest.mark.parametrize(
@@ -37,6 +41,34 @@ def test_outside(root: Path, outside: str) -> None:
     for protocol in ("", "file://"):
         with pytest.raises(CheckpointError, match=r"is outside of .*, where this server has its checkpoints"):
             Roots([str(root)]).path_of(f"{protocol}{root}{outside}", "part")
+
+
+@pytest.mark.parametrize("other", ["~", "~root/a", "file:{}", "local:{}", "file://~", "file:~/", "local://~/a"])
+@pytest.mark.parametrize("protocol", ["", "file:", "file://"])
+def test_a_server_that_works_inside(protocol: str, other: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that fsspec finds elsewhere, though they look like those of something in the working directory."""
+    elsewhere = root.parent / "elsewhere"
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("HOME", str(elsewhere))
+    for own in (".", str(root)):
+        with pytest.raises(CheckpointError, match="is outside of"):
+            Roots([f"{protocol}{own}"]).path_of(other.format(elsewhere), "part")
+
+
+def test_what_is_written_lies_inside(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative to the working directory, and by a name that begins like another protocol's."""
+    monkeypatch.chdir(root)
+    for name in ("a", "./b", "data:c", "FILE:/d", "a/~"):
+        path = Roots(["."]).path_of(name, "part")
+        write(path, [], {})
+        assert (root / name / "part").is_file()
+
+
+def test_a_file_that_is_a_link(root: Path) -> None:
+    """It is looked at, too."""
+    (root / "part").symlink_to(root.parent / "elsewhere" / "part")
+    with pytest.raises(CheckpointError, match="is outside of"):
+        Roots([str(root)]).path_of(str(root), "part")
 
 
 @pytest.mark.parametrize("other", ["/etc", "s3://other/a", "memory://x", "simplecache::s3://bucket/runs", "", "."])

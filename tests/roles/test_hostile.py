@@ -15,13 +15,14 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.roles.hostile import bombs, crowd, opened, rubbish, trickle
 from tests.roles.processes import PSCLUSTER, Roles, make_cluster, until
 from tests.roles.wire import SERVICES
 
 from pscluster.core import limits
 from pscluster.core.channels import NODE_SERVICE
-from pscluster.core.doorkeeper import Doorkeeper, _peer_of
+from pscluster.core.doorkeeper import _LOOKS_TO_FORGET, Doorkeeper, _peer_of
 from pscluster.core.limits import raise_descriptor_limit
 from pscluster.core.rpc import Stub
 from pscluster.core.tokens import call_metadata
@@ -170,10 +171,15 @@ def test_strangers_do_not_keep_others_out(tmp_path: Path) -> None:
     """A role with few descriptors, all places taken by strangers that hold on: they are closed for who belongs here."""
     few = ("bash", "-c", 'ulimit -n 256; exec "$0" "$@"')
     cluster = make_cluster()
-    with Roles(cluster, tmp_path, {"PSCLUSTER_TOKEN": TOKEN}) as roles:
+    env = {"PSCLUSTER_TOKEN": TOKEN}
+    with Roles(cluster, tmp_path, env) as roles, grpc.insecure_channel(cluster["ps"][0]) as watching:
         ps = roles.start("ps", role="ps", command=(*few, *PSCLUSTER))
         ps.wait_for("serving on")
         address = cluster["ps"][0]
+        # A probe that was there before, and says nothing more.
+        asked = health_pb2.HealthCheckRequest()
+        watch = health_pb2_grpc.HealthStub(watching).Watch(asked, metadata=call_metadata(TOKEN))
+        next(watch)
         with crowd(address, 600) as connections:
             assert len(connections) > 192
             with grpc.insecure_channel(address) as channel:
@@ -190,6 +196,7 @@ def test_strangers_do_not_keep_others_out(tmp_path: Path) -> None:
                 ps.wait_for("connections are open: those without an accepted call are being closed")
                 assert answers()
         ps.wait_for("connections without an accepted call were closed")
+        assert watch.is_active()
         assert ps.is_running
 
 
@@ -214,6 +221,27 @@ def test_the_doorkeeper_knows_whom_it_greeted(family: socket.AddressFamily) -> N
             assert stranger.recv(1) == b""
             ours.sendall(b"x")
             assert friend.recv(1) == b"x"
+
+
+def test_the_doorkeeper_forgets_nobody_who_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is greeted during a look stays known; whoever has left is forgotten, without a crowd, too."""
+    keeper, walk = Doorkeeper(1, 2), Doorkeeper._connections
+    keeper.greet("ipv4:127.0.0.1:1")
+
+    def greeting(self: Doorkeeper) -> Iterator[tuple[str, socket.socket]]:
+        yield from walk(self)
+        self.greet("ipv4:127.0.0.1:2")
+
+    monkeypatch.setattr(Doorkeeper, "_connections", greeting)
+    keeper.look()
+    assert keeper._known == {"ipv4:127.0.0.1:2"}
+    monkeypatch.undo()
+    roomy = Doorkeeper(1, 1 << 20)
+    roomy.greet("ipv4:127.0.0.1:3")
+    for _ in range(_LOOKS_TO_FORGET):
+        assert roomy._known
+        roomy.look()
+    assert not roomy._known
 
 
 def test_bounds_that_follow_from_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

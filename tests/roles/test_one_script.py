@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 
+import grpc
+import pytest
 from tests.roles.processes import DONE, JOB, PSCLUSTER, Process, Roles, environ, make_cluster, run
+from tests.roles.wire import JOB as WIRE_JOB
+from tests.roles.wire import SECONDS, Connection
+
+from pscluster.v1 import ps_pb2
 
 SCRIPT = f"""
 from pscluster.coordinator import Server, TFConfigClusterResolver
@@ -98,6 +105,26 @@ def test_roles_may_be_mixed(tmp_path: Path) -> None:
         roles.ps()
         coordinator.wait_for(DONE)
         assert coordinator.wait() == 0
+
+
+def test_a_script_s_server_hears_the_environment(tmp_path: Path) -> None:
+    """Of where checkpoints may lie, and of memory for large requests."""
+    cluster, root = make_cluster(), tmp_path / "checkpoints"
+    with Roles(cluster, tmp_path, {"PSCLUSTER_CHECKPOINT_ROOT": str(root)}) as roles:
+        script = roles.script(SCRIPT)
+        roles.start(script, role="ps", command=PYTHON).wait_for("serving on")
+        connection = Connection(cluster["ps"][0])
+        with closing(connection), connection.held():
+            for folder, sentence in ((tmp_path, "is outside of"), (root, "is not marked on ps 0")):
+                request = ps_pb2.CheckpointRequest(
+                    job=WIRE_JOB, action=ps_pb2.CheckpointRequest.WRITE, id=1, directory=str(folder), file="part"
+                )
+                with pytest.raises(grpc.RpcError, match=sentence):
+                    connection.ps.checkpoint(request, timeout=SECONDS)
+        roles.env["PSCLUSTER_IN_FLIGHT_MIB"] = "much"
+        other = roles.start(script, role="ps", command=PYTHON)
+        assert other.wait() == 1
+        assert "PSCLUSTER_IN_FLIGHT_MIB is 'much'; give a whole number of MiB, from 1 on" in other.output
 
 
 def test_a_chief_is_no_server(tmp_path: Path) -> None:

@@ -12,14 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
 import pytest
 from cryptography import x509
-from tests.conftest import until
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from tests.conftest import OpenCall, until
 from tests.roles.processes import (
     DONE,
     HELD,
@@ -49,12 +51,14 @@ from pscluster.coordinator.local_cluster import child_environ
 from pscluster.core import access
 from pscluster.core.certificates import make_certificates, renew_certificates
 from pscluster.core.channels import PeerAddress
-from pscluster.core.errors import ConfigurationError, UnavailableError
+from pscluster.core.errors import ConfigurationError, NotPermittedError, UnavailableError
 from pscluster.core.frames import pack, unpack
-from pscluster.core.rpc import Method, methods
+from pscluster.core.patience import Patience
+from pscluster.core.rpc import Method, Stub, methods
 from pscluster.core.tls import Tls, load_tls
+from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.wire import SERVICE as PS_SERVICE
-from pscluster.v1 import ps_pb2
+from pscluster.v1 import node_pb2, ps_pb2
 
 TOKEN = "correct-horse-battery-staple"
 RIGHT: Metadata = (("authorization", f"Bearer {TOKEN}"),)
@@ -174,6 +178,44 @@ def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
             assert error.code() == grpc.StatusCode.UNAUTHENTICATED, caller
 
 
+@pytest.mark.parametrize(("role", "method"), ALL_METHODS)
+def test_what_is_refused_is_not_read(role: str, method: Method, guarded: Guarded) -> None:
+    """A certificate that does not open the method is told so before a message has come: no thread waits for one."""
+    name = method.path.rsplit("/", 1)[1]
+    for caller in {"ps", "worker", "tool"} - OPEN_TO_OTHERS.get(name, set()):
+        channel, over = guarded.channel(role, guarded.certificates / caller), Event()
+        unary: Any = channel.stream_unary(method.path)
+        pending = unary.future(nothing_until(over), metadata=RIGHT, timeout=SECONDS)
+        assert pending.code() == grpc.StatusCode.PERMISSION_DENIED, caller
+        over.set()
+
+
+def nothing_until(over: Event) -> Iterator[bytes]:
+    """The requests of somebody who sends none."""
+    over.wait()
+    yield from ()
+
+
+def test_a_request_that_does_not_come(tmp_path: Path) -> None:
+    """It is waited for as long as is said, and no longer: a server with one thread answers the next call."""
+    make_certificates(tmp_path / "certificates")
+    tool, over = tmp_path / "certificates" / "tool", Event()
+    interceptor = access.RoleInterceptor(Patience(0.3))
+    with (
+        serving(tmp_path / "certificates" / "ps", interceptors=[interceptor]) as address,
+        channel_of(address, tool) as channel,
+    ):
+        check: Any = channel.stream_unary("/grpc.health.v1.Health/Check")
+        waiting = [check.future(nothing_until(over), timeout=SECONDS) for _ in range(2)]
+        assert [each.code() for each in waiting] == [grpc.StatusCode.CANCELLED] * 2
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError, match="without a request"):
+            check(iter(()), timeout=SECONDS)
+        over.set()
+
+
 def test_plain_text_gets_nowhere(guarded: Guarded) -> None:
     """Without TLS no role answers, whatever the token."""
     for role, address in guarded.addresses.items():
@@ -199,6 +241,7 @@ def test_workers_create_nothing(guarded: Guarded) -> None:
     create = [
         ps_pb2.CreateRequest(variable=ps_pb2.VariableSpec(id=7, name="x", dtype="float32", shape=[1])),
         ps_pb2.CreateRequest(optimizer=ps_pb2.OptimizerSpec(id=1), rule={"module": "os", "qualname": "system"}),
+        ps_pb2.CreateRequest(optimizer=ps_pb2.OptimizerSpec(id=2, name="another", rule="sgd")),
     ]
     refused = "does not open the creation of variables"
     channel = guarded.channel("ps", guarded.certificates / "worker")
@@ -213,6 +256,38 @@ def test_workers_create_nothing(guarded: Guarded) -> None:
             push(iter([data]), metadata=RIGHT, timeout=SECONDS)
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
         assert refused in (caught.value.details() or "")
+    with pytest.raises(grpc.RpcError, match="does not open what writes to the disk"):
+        Stub(channel, PS_SERVICE).describe(ps_pb2.DescribeRequest(saved=True), metadata=RIGHT, timeout=SECONDS)
+
+
+def test_workers_set_rates_and_no_rules() -> None:
+    """A step may give an optimizer another rate, and neither another rule nor another name."""
+    role = ParameterServerRole(0)
+    role.job_began(node_pb2.AttachRequest(job=7))
+    service = ParameterServerService(role)
+
+    def create(context: OpenCall, **changed: Any) -> None:
+        spec = ps_pb2.OptimizerSpec(
+            **{"id": 1, "name": "o", "rule": "sgd", "numbers": {"learning_rate": 0.1}, **changed}
+        )
+        request = ps_pb2.Request(create=ps_pb2.CreateRequest(job=7, optimizer=spec), last=True)
+        service.push(iter([pack(request)]), cast(grpc.ServicerContext, context))
+
+    create(OpenCall())
+    create(WorkersCall(), numbers={"learning_rate": 0.5})
+    for changed in ({"id": 2}, {"name": "p"}, {"rule": "adam"}):
+        with pytest.raises(NotPermittedError, match="does not open the creation of variables and of optimizers"):
+            create(WorkersCall(), **changed)
+    (held,) = role.store.describe([], ["o"]).optimizers
+    assert (held.rule, held.numbers["learning_rate"]) == ("sgd", 0.5)
+
+
+class WorkersCall(OpenCall):
+    """Of somebody with a worker's certificate."""
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """What gRPC found in it."""
+        return {"x509_pem_cert": [b""], "peer_uri": [b"pscluster://role/worker"]}
 
 
 def test_the_table() -> None:
@@ -345,9 +420,15 @@ def test_a_bad_renewal(tmp_path: Path) -> None:
 
 
 @contextmanager
-def serving(folder: Path | None, address: str = "127.0.0.1:0", mutual: bool = True) -> Iterator[str]:
-    """A gRPC server with whatever is in the folder; None: plain text. Its address."""
-    server = grpc.server(ThreadPoolExecutor(2))
+def serving(
+    folder: Path | None,
+    address: str = "127.0.0.1:0",
+    mutual: bool = True,
+    interceptors: Sequence[grpc.ServerInterceptor] = (),
+) -> Iterator[str]:
+    """A gRPC server, that is healthy, with whatever is in the folder; None: plain text. Its address."""
+    server = grpc.server(ThreadPoolExecutor(1), interceptors=[*interceptors])
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
     if folder is None:
         port = server.add_insecure_port(address)
     else:

@@ -13,7 +13,7 @@ from pscluster.coordinator.settings import process_options
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.serving import RoleOptions, listen_address, run_role
-from pscluster.ps.main import durability_options, serve_ps
+from pscluster.ps.main import bounds_of_environ, durability_options, serve_ps
 from pscluster.worker.main import serve_worker
 
 
@@ -68,7 +68,9 @@ class Server:
         """Serve until SIGTERM, Ctrl-C or, where asked for, the end of the job; then exit with 0. Never returns."""
         if self._role == "ps":
             own = self._spec.task_address("ps", self._index)
-            serve = serve_ps(self._index, self._address, self._options, durability=durability_options(self._index, own))
+            in_flight_mib, roots = bounds_of_environ()
+            keeping = durability_options(self._index, own)
+            serve = serve_ps(self._index, self._address, self._options, in_flight_mib, keeping, roots)
         else:
             serve = serve_worker(self._index, self._address, self._spec, self._options)
         run_role(self._role, self._index, self._options, serve)

@@ -8,12 +8,13 @@ is one, is asked for besides: by itself it does not tell roles apart.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 
-from pscluster.core.errors import NotPermittedError
+from pscluster.core.errors import NotPermittedError, ProtocolError
+from pscluster.core.patience import Patience
 from pscluster.core.rpc import abort
 
 COORDINATOR = "coordinator"
@@ -21,6 +22,9 @@ ROLES = ("ps", "worker", COORDINATOR, "tool")
 """A tool looks and changes nothing: `pscluster status`, `pscluster health`."""
 
 ROLE_URI = "pscluster://role/"
+
+REQUEST_SECONDS = 30.0
+"""So long a call may take to bring its one request."""
 
 _ALL = frozenset(ROLES)
 _WORKER = frozenset({"worker"})
@@ -73,20 +77,29 @@ def _refusal(roles: list[str], what: str) -> NotPermittedError:
 class RoleInterceptor(grpc.ServerInterceptor):
     """Refuses every call that the caller's certificate does not open. For servers that ask for one."""
 
+    def __init__(self, patience: Patience | None = None) -> None:
+        self._patience = patience or Patience(REQUEST_SECONDS)
+
     def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler, which looks at the certificate first: there is none to see before it is called."""
+        """The handler, which looks at the certificate first: there is none to see before it is called.
+
+        Whatever the method, it is one for a stream of requests, of which nothing is read before it is asked for: of a
+        call that is refused nothing but its head is, and no thread waits for the rest.
+        """
         handler: Any = continuation(details)
         if handler is None:
             return None
         shape = {False: "unary", True: "stream"}
-        kind = f"{shape[handler.request_streaming]}_{shape[handler.response_streaming]}"
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        behaviour = getattr(handler, f"{shape[handler.request_streaming]}_{shape[handler.response_streaming]}")
+        if not handler.request_streaming:
+            behaviour = _of_the_first(behaviour, details.method, self._patience)
+        make = getattr(grpc, f"stream_{shape[handler.response_streaming]}_rpc_method_handler")
         guarded: grpc.RpcMethodHandler[Any, Any] = make(
-            _guarded(getattr(handler, kind), details.method),
+            _guarded(behaviour, details.method),
             handler.request_deserializer,
             handler.response_serializer,
         )
@@ -95,10 +108,24 @@ class RoleInterceptor(grpc.ServerInterceptor):
 
 def _guarded(behaviour: Callable[..., Any], path: str) -> Callable[..., Any]:
     @functools.wraps(behaviour)  # also keeps what grpc's health check notes on its method
-    def call(request: Any, context: grpc.ServicerContext, *rest: Any) -> Any:
+    def call(requests: Iterator[Any], context: grpc.ServicerContext, *rest: Any) -> Any:
         roles = roles_of(context) or []
         if not any(may_call(role, path) for role in roles):
             abort(context, _refusal(roles, path))
+        return behaviour(requests, context, *rest)
+
+    return call
+
+
+def _of_the_first(behaviour: Callable[..., Any], path: str, patience: Patience) -> Callable[..., Any]:
+    """The behaviour of a method that takes one request, for a stream of them."""
+
+    @functools.wraps(behaviour)
+    def call(requests: Iterator[Any], context: grpc.ServicerContext, *rest: Any) -> Any:
+        with patience.with_call(context):
+            request = next(requests, None)
+        if request is None:
+            abort(context, ProtocolError(f"a call to {path} without a request"))
         return behaviour(request, context, *rest)
 
     return call

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 
+_LOOKS_TO_FORGET = 10
+"""So often, where there is no crowd, those who have left are forgotten."""
+
 _DESCRIPTORS = "/proc/self/fd"
 
 
@@ -38,6 +41,7 @@ class Doorkeeper:
         self._known: set[str] = set()
         self._strangers: set[str] = set()  # at the last look
         self._closed = 0
+        self._looks = 0
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -62,6 +66,8 @@ class Doorkeeper:
 
     def look(self) -> int:
         """Close strangers that were here at the last look, if there are many connections. How many were closed."""
+        before = set(self._known)
+        self._looks += 1
         if len(os.listdir(_DESCRIPTORS)) <= self._crowd:
             if self._closed:
                 logger.warning(
@@ -69,6 +75,8 @@ class Doorkeeper:
                 )
                 self._closed = 0
             self._strangers.clear()
+            if before and self._looks % _LOOKS_TO_FORGET == 0:
+                self._known -= before - {peer for peer, _ in self._connections()}
             return 0
         closed, here, strangers = 0, set[str](), set[str]()
         for peer, connection in self._connections():
@@ -87,7 +95,7 @@ class Doorkeeper:
             )
         self._closed += closed
         self._strangers = strangers
-        self._known &= here  # what is greeted meanwhile and lost here is greeted again by its next call
+        self._known -= before - here  # who was greeted meanwhile may have come after we looked
         return closed
 
     def _connections(self) -> Iterator[tuple[str, socket.socket]]:
@@ -97,12 +105,21 @@ class Doorkeeper:
                 if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                     continue
                 # Of a descriptor that is closed and taken again meanwhile, all that follows is of the new one.
-                with socket.socket(fileno=os.dup(int(name))) as connection:
+                with _socket_of(os.dup(int(name))) as connection:
                     internet = connection.family in (socket.AF_INET, socket.AF_INET6)
                     if internet and connection.getsockname()[1] == self._port:
                         yield _peer_of(connection), connection
             except OSError:  # closed meanwhile, or nobody's
                 continue
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """Of a descriptor that is ours; it is closed if it is no socket's."""
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def _peer_of(connection: socket.socket) -> str:

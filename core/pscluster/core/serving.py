@@ -37,7 +37,7 @@ from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.limits import connections, raise_descriptor_limit, server_options
 from pscluster.core.node import NodeService, Role
 from pscluster.core.process import bind_log, configure_logging, log_options, tune_allocator
-from pscluster.core.rpc import generic_handler
+from pscluster.core.rpc import Greet, generic_handler
 from pscluster.core.telemetry import Telemetry
 from pscluster.core.telemetry.exposition import MetricsServer
 from pscluster.core.tls import (
@@ -318,6 +318,22 @@ def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer |
     return MetricsServer(telemetry, host, port, options.token, options.tls)
 
 
+class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
+    """The standard health check, whose callers are greeted like all others."""
+
+    def __init__(self, greet: Greet) -> None:
+        super().__init__(experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1))
+        self._greet = greet
+
+    def Check(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802  (gRPC's name)
+        self._greet(context.peer())
+        return super().Check(request, context)
+
+    def Watch(self, request: Any, context: grpc.ServicerContext, *rest: Any) -> Any:  # noqa: N802
+        self._greet(context.peer())
+        return super().Watch(request, context, *rest)
+
+
 class RoleServer:
     """The gRPC server of a role: its own services, the node service and the standard health check.
 
@@ -339,9 +355,7 @@ class RoleServer:
         raise_descriptor_limit()
         bind_log(role=identity.role, index=identity.index, incarnation=f"{identity.incarnation:016x}", pid=os.getpid())
         self.node = NodeService(identity, role, on_job_end, options.coordinator_timeout)
-        self._health = health.HealthServicer(
-            experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1)
-        )
+        self._health = _Health(self._greet)
         interceptors: list[grpc.ServerInterceptor] = [TokenInterceptor(options.token)] if options.token else []
         if options.tls is not None and options.tls.is_mutual:
             interceptors.append(RoleInterceptor())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import click
 
+from pscluster.core.errors import ConfigurationError
 from pscluster.core.fault_points import reach
 from pscluster.core.identity import make_identity
 from pscluster.core.process import main_of
@@ -40,6 +42,9 @@ from pscluster.ps.telemetry import ServerTelemetry
 from pscluster.ps.wire import SERVICE
 
 logger = logging.getLogger(__name__)
+
+IN_FLIGHT_VARIABLE = "PSCLUSTER_IN_FLIGHT_MIB"
+ROOT_VARIABLE = "PSCLUSTER_CHECKPOINT_ROOT"
 
 SEND_SECONDS = 0.25
 """For answers that were made in the last moment to be sent, before connections are closed."""
@@ -85,6 +90,18 @@ def serve_ps(
     return serve
 
 
+def bounds_of_environ(environ: Mapping[str, str] = os.environ) -> tuple[int, tuple[str, ...]]:
+    """What it says of memory for large requests, in MiB, and of where checkpoints may lie.
+
+    Raises:
+        ConfigurationError: the memory is no whole number of MiB.
+    """
+    text = environ.get(IN_FLIGHT_VARIABLE) or str(DEFAULT_MIB)
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise ConfigurationError(f"{IN_FLIGHT_VARIABLE} is {text!r}; give a whole number of MiB, from 1 on")
+    return int(text), tuple(environ.get(ROOT_VARIABLE, "").split())
+
+
 def durability_options(
     index: int,
     address: str,
@@ -107,7 +124,7 @@ def durability_options(
 @click.command("ps", help="Run a parameter server: the task that TF_CONFIG names.")
 @click.option(
     "--in-flight-mib",
-    envvar="PSCLUSTER_IN_FLIGHT_MIB",
+    envvar=IN_FLIGHT_VARIABLE,
     default=DEFAULT_MIB,
     show_default=True,
     type=click.IntRange(1),
@@ -137,7 +154,7 @@ def durability_options(
 @click.option(
     "--checkpoint-root",
     "checkpoint_roots",
-    envvar="PSCLUSTER_CHECKPOINT_ROOT",
+    envvar=ROOT_VARIABLE,
     multiple=True,
     metavar="DIRECTORY",
     help="Write and read checkpoints inside of this directory (or URL) only; may be given again. Default: anywhere.",

@@ -20,6 +20,7 @@ from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, pieces, 
 from pscluster.core.identity import fresh_id
 from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count, shortened
 from pscluster.core.node import Role
+from pscluster.core.patience import Patience
 from pscluster.core.telemetry.recording import SESSION_HEADER, Served
 from pscluster.ps.budget import DEFAULT_MIB, Budget
 from pscluster.ps.checkpoints.parts import Parts
@@ -34,6 +35,10 @@ from pscluster.v1 import node_pb2, ps_pb2
 WHOLE_PULL_BYTES = 16 << 20
 """What a pull of whole shards takes of the budget at most. It needs memory for the old values of what is changed while
 it goes out, which is seldom much; were it all of the pull's bytes, one slow reader would keep everybody waiting."""
+
+STILL_SECONDS = 30.0
+"""So long a large request may keep its memory while nothing of it comes, or is taken. A client that was frozen sends it
+again."""
 
 OWN_SECONDS = 3.0
 """So long a server that comes back is kept for the coordinator that it had, which dials every quarter of a second."""
@@ -216,8 +221,11 @@ def _memory_of(request: ps_pb2.ReadRequest, total: int) -> int:
 class ParameterServerService:
     """See ps.proto for what each method promises."""
 
-    def __init__(self, role: ParameterServerRole, in_flight_bytes: int = DEFAULT_MIB << 20) -> None:
+    def __init__(
+        self, role: ParameterServerRole, in_flight_bytes: int = DEFAULT_MIB << 20, patience: Patience | None = None
+    ) -> None:
         self._role = role
+        self._patience = patience or Patience(STILL_SECONDS)
         self._counts = role.counts
         self.budget = Budget(in_flight_bytes)
         # It may be started again: whoever is refused tries again.
@@ -299,7 +307,8 @@ class ParameterServerService:
         with self.drain.passing():
             for frame in self._frames_of(data, context):
                 nbytes += len(frame)
-                yield frame
+                with self._patience.with_call(context):  # until the next is asked for
+                    yield frame
         self._counted("pull", begin, nbytes, context)
 
     def _frames_of(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -365,8 +374,12 @@ class ParameterServerService:
         assembler.add(first, payload)
         del data, payload
         with self.budget.taken(first.total_bytes, context):
-            for data in frames:
-                assembler.add(*unpack(data, ps_pb2.Request))
+            with self._patience.with_call(context) as goes_on:
+                for data in frames:
+                    request, payload = unpack(data, ps_pb2.Request)
+                    assembler.add(request, payload)
+                    if len(payload):
+                        goes_on()
             if not assembler.complete:
                 raise ProtocolError(_CUT_OFF)
             reply = ps_pb2.Reply(id=first.id, last=True)
@@ -399,9 +412,10 @@ class ParameterServerService:
 
     @staticmethod
     def _check_create(store: Store, request: ps_pb2.Request, context: grpc.ServicerContext) -> None:
-        if not request.create.HasField("optimizer") or request.create.HasField("rule"):
-            # Whose functions run here. A step may set the rate of an optimizer whose rule the server has.
-            check_coordinator(context, "the creation of variables, and of optimizers with a rule of their own")
+        create = request.create
+        # A step may set the rate of an optimizer whose rule the server has.
+        if not create.HasField("optimizer") or create.HasField("rule") or not store.has_optimizer(create.optimizer):
+            check_coordinator(context, "the creation of variables and of optimizers")
         expected = store.expected_bytes(request.create)
         if expected is None and request.total_bytes > MAX_PICKLE_BYTES:
             raise ProtocolError(
@@ -417,8 +431,10 @@ class ParameterServerService:
         store.check_job(job)
         return store
 
-    def describe(self, request: ps_pb2.DescribeRequest, _context: grpc.ServicerContext) -> ps_pb2.DescribeReply:
+    def describe(self, request: ps_pb2.DescribeRequest, context: grpc.ServicerContext) -> ps_pb2.DescribeReply:
         """Look names up in the directory."""
+        if request.saved:
+            check_coordinator(context, "what writes to the disk")
         store = self._store_of(request.job)
         if request.saved:
             self._role.keeper.save()

@@ -242,6 +242,12 @@ class Store:
         sizes = [partition.block(i).size * dtype.itemsize for i, owner in enumerate(spec.owners) if owner == self.index]
         return sum(size + padding(size) for size in sizes)
 
+    def has_optimizer(self, spec: ps_pb2.OptimizerSpec) -> bool:
+        """Is there one of this number and name, with this rule?"""
+        with self._lock:
+            held = self._optimizers.get(spec.id)
+            return held is not None and (held.spec.name, held.spec.rule) == (spec.name, spec.rule)
+
     def create(self, request: ps_pb2.CreateRequest, payload: Payload) -> None:
         """Add a variable, with the initial values of the shards that live here, or an optimizer."""
         self.check_job(request.job)

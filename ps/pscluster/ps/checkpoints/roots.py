@@ -7,6 +7,8 @@ import os
 import posixpath
 from collections.abc import Sequence
 
+from fsspec.implementations.local import LocalFileSystem
+
 from pscluster.core.errors import CheckpointError
 from pscluster.ps.checkpoints.tensor_files import join
 
@@ -25,31 +27,37 @@ class Roots:
         self._roots = [_plain(root) for root in roots]
 
     def path_of(self, directory: str, file: str) -> str:
-        """The path of a file in a directory. CheckpointError if it would lead elsewhere."""
+        """The path of a file in a directory, to be opened as it is. CheckpointError if it would lead elsewhere."""
         path = join(directory, file)
-        if self._roots and not any(_inside(directory, root) for root in self._roots):
+        if not self._roots:
+            return path
+        found = _found(path)
+        if found is None or not any(found.startswith(root.rstrip("/") + "/") for root in self._roots):
             raise CheckpointError(
                 f"{directory[:200]!r} is outside of {self._shown}, where this server has its checkpoints: name a "
                 "directory inside, or start it with another --checkpoint-root"
             )
-        return path
+        return found
 
 
-def _plain(directory: str) -> str:
-    """Without the protocol of local files, links and dots, where it is local; without a slash at its end."""
-    for protocol in _LOCAL:
-        directory = directory.removeprefix(protocol)
-    if "://" in directory or "::" in directory:
-        return directory.rstrip("/")
-    return os.path.realpath(directory)
+def _plain(path: str) -> str:
+    """Absolute, without links and dots, where it is local, whatever way it says so; without a slash at its end."""
+    if "::" in path or ("://" in path and not path.startswith(_LOCAL)):
+        return path.rstrip("/")
+    # As fsspec reads it, which knows more ways than one: `file:`, `~`.
+    local: str = LocalFileSystem._strip_protocol(path)
+    return os.path.realpath(local)
 
 
-def _inside(directory: str, root: str) -> bool:
-    if "::" in directory or "\0" in directory:  # one file system through another: where it ends can't be told
-        return False
-    plain = _plain(directory)
+def _found(path: str) -> str | None:
+    """What is opened for this path; None if where it leads can't be told."""
+    if "\0" in path:
+        return None
+    plain = _plain(path)
+    if "::" in plain:  # one file system through another
+        return None
     if "://" in plain:
-        path = plain.partition("://")[2]
-        if "%" in path or "?" in path or posixpath.normpath(path) != path:
-            return False
-    return plain == root or plain.startswith(root.rstrip("/") + "/")
+        rest = plain.partition("://")[2]
+        if "%" in rest or "?" in rest or posixpath.normpath(rest) != rest:
+            return None
+    return plain
