@@ -197,7 +197,7 @@ def test_a_series_forgets_no_function(steps: list[tuple[float, int]], most: int)
 def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A role that has answered is silent when it does not three times; one that never has, at once."""
     found: list[Answer] = [node_pb2.StatusReply(state="serving"), "it does not answer"]
-    peers = coordinator.strategy.peers[:2]
+    peers = coordinator.strategy.tasks[:2]
     monkeypatch.setattr(Asker, "ask", lambda *_: found)
 
     async def silent() -> list[list[str]]:
