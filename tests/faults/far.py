@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from tests.faults.counting import Counting
 from tests.faults.namespaces import Network
 from tests.faults.support import PATIENCE, quiet, ready, until
@@ -25,6 +26,10 @@ from pscluster.coordinator.partitioners import FixedShardsPartitioner
 from pscluster.core.tokens import new_token
 
 PORT = 12_345
+
+
+PLAIN = {"PSCLUSTER_INSECURE": "1"}
+"""The network between is this machine's own."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def far_cluster(folder: Path, num_ps: int, num_workers: int) -> Iterator[FarClus
         for role, index in tasks:
             addresses.setdefault(role, []).append(f"{network.address(f'{role}{index}')}:{PORT}")
         cluster = FarCluster(network, addresses, {}, new_token())
-        env = {"PSCLUSTER_TOKEN": cluster.token, "PSCLUSTER_STATE_DIR": str(folder / "state")}
+        env = {"PSCLUSTER_TOKEN": cluster.token, "PSCLUSTER_STATE_DIR": str(folder / "state"), **PLAIN}
         for role, index in tasks:
             place = f"{role}{index}"
             cluster.processes[place] = stack.enter_context(
@@ -86,7 +91,9 @@ class FarJob:
 @contextmanager
 def far_job(cluster: FarCluster, *, worker_lease: float = 30.0, ps_timeout: float = PATIENCE) -> Iterator[FarJob]:
     """A job of its own; behind it the network is whole."""
-    with quiet("pscluster.coordinator", 50):  # what is out of reach here is so on purpose
+    with quiet("pscluster.coordinator", 50), pytest.MonkeyPatch.context() as patch:  # it is out of reach on purpose
+        for name, value in PLAIN.items():
+            patch.setenv(name, value)
         strategy = ParameterServerStrategy(
             SimpleClusterResolver(ClusterSpec(cluster.addresses)),
             FixedShardsPartitioner(len(cluster.addresses["ps"])),

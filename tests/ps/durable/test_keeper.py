@@ -38,6 +38,7 @@ from tests.ps.durable.support import (
 
 from pscluster.core.errors import MisuseError, PsClusterError, StaleError, UnavailableError
 from pscluster.ps import service
+from pscluster.ps.counts import ServiceCounts
 from pscluster.ps.durable.files import StateDirectory
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper
 from pscluster.ps.durable.plan import Durability
@@ -596,7 +597,7 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
 
 def _role_of(held: Store, keeper: Keeper) -> ParameterServerRole:
     role = ParameterServerRole.__new__(ParameterServerRole)
-    role.store, role.keeper, role.waiting = held, keeper, False
+    role.store, role.keeper, role.waiting, role.counts = held, keeper, False, ServiceCounts()
     return role
 
 
