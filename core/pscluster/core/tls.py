@@ -159,7 +159,7 @@ class Tls:
             context = ssl.create_default_context(cadata=authorities)
             if files.certificate is not None and files.key is not None:
                 # From the folder itself: a key is copied nowhere. One that asks for a password is an error.
-                context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password="")
+                context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password=str)  # which is called for it
             context.set_alpn_protocols(["h2"])
             context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as gRPC sees it
             with _connected(address) as plain, context.wrap_socket(plain, server_hostname=host) as connection:
