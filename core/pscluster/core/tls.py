@@ -158,8 +158,8 @@ class Tls:
             authorities = None if files.authorities is None else files.authorities.decode("ascii", "ignore")
             context = ssl.create_default_context(cadata=authorities)
             if files.certificate is not None and files.key is not None:
-                # From the folder itself: a key is copied nowhere. One that asks for a password is an error.
-                context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password=str)  # which is called for it
+                # From the folder itself: a key is copied nowhere. One that asks for a password, str(), is an error.
+                context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password=str)
             context.set_alpn_protocols(["h2"])
             context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as gRPC sees it
             with _connected(address) as plain, context.wrap_socket(plain, server_hostname=host) as connection:
