@@ -145,7 +145,7 @@ PLAIN: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("obj", PLAIN, ids=repr)
+@pytest.mark.parametrize("obj", PLAIN, ids=lambda obj: "a set" if isinstance(obj, set) and len(obj) > 1 else repr(obj))
 def test_plain_data_comes_back(obj: Any) -> None:
     """Every kind of plain data comes back equal and of the same type."""
     assert same(travelled(obj), obj)
