@@ -240,7 +240,8 @@ class PsClient:
             if function is not None:
                 function.check()
             server.drop_sessions()
-            self.counts.reconnects[server.peer.index] += 1
+            if server in self._servers:
+                self.counts.reconnects[self._servers.index(server)] += 1
             raise failure
         finally:
             # An error and a frame that hold each other hold the callers' frames, too, and the arrays that are being
