@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +24,8 @@ def event_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
+            # Whoever lists a process' threads sees whose they are.
+            _loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix="pscluster-loop-blocking"))
             threading.Thread(target=_loop.run_forever, name="pscluster-loop", daemon=True).start()
         return _loop
 
