@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import re
 import socket
@@ -27,6 +28,7 @@ from pscluster_side import multiplication, multiplied
 
 from pscluster.coordinator import (
     ClusterCoordinator,
+    Dashboard,
     FixedShardsPartitioner,
     LocalCluster,
     ParameterServerStrategy,
@@ -42,6 +44,12 @@ def memory(pid: int | str, field: str) -> int:
     """Bytes of resident memory now (VmRSS), or at most so far (VmHWM)."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) << 10 if found else 0
+
+
+def processor_seconds(pid: int) -> float:
+    """Of all its threads so far, those that have ended, too."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
@@ -388,36 +396,53 @@ def packing(steps: int, rounds: int) -> dict[str, float]:
         return {name: statistics.median(rates) for name, rates in found.items()}
 
 
-_SCRAPER = """
-import sys, time, urllib.request
+_WATCHER = """
+import sys, threading, time, urllib.request
+
+def look(page):
+    with urllib.request.urlopen(page + "events", timeout=60) as events:
+        events.read1(1)
+        opened.set()
+        while events.read1(65536):
+            pass
+
+opened = threading.Event()
+threading.Thread(target=look, args=sys.argv[1:2], daemon=True).start()
+opened.wait()
+print("looking", flush=True)
 while True:
     begin = time.monotonic()
-    for address in sys.argv[1:]:
+    for address in sys.argv[2:]:
         urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read()
-    time.sleep(max(1 - (time.monotonic() - begin), 0))
+    time.sleep(max(5 - (time.monotonic() - begin), 0))
 """
 
 
 @contextlib.contextmanager
-def _watched(strategy: ParameterServerStrategy) -> Iterator[None]:
-    """Somebody asks all roles for their figures, once a second."""
-    addresses = [strategy.metrics_address]
-    for peer in strategy.tasks:
-        reply = ask(peer, strategy.metadata)
-        assert not isinstance(reply, str), reply
-        addresses.append(reply.metrics_address)
-    with subprocess.Popen([sys.executable, "-S", "-c", _SCRAPER, *addresses]) as scraper:
+def _watched(page: str, addresses: list[str]) -> Iterator[None]:
+    """Within the block somebody has the live page open, and all roles are asked for their figures every five seconds.
+
+    Prometheus asks every fifteen, or minute, where it is not told otherwise.
+    """
+    command = [sys.executable, "-S", "-c", _WATCHER, page, *addresses]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as watcher:
+        assert watcher.stdout is not None
         try:
+            assert watcher.stdout.readline(), "the watcher has ended"
             yield
-            assert scraper.poll() is None, "the scraper has ended"
+            assert watcher.poll() is None, "the watcher has ended"
         finally:
-            scraper.kill()
+            watcher.kill()
 
 
-def telemetry(n: int, mib: int, reads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Empty functions a second, and bytes read and pushed, with the figures served and scraped, and without.
+def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[str, Any]:
+    """Empty functions a second, and bytes read and pushed, with all that shows a job on, and watched, and with none.
 
     Two clusters, asked in turn. What is counted is counted in both: for that compare with an older commit.
+
+    Returns:
+        by what was done the medians of both, that of the rounds' ratios, and half the width of its 95 % interval; and
+        the processor time of all roles a second while they do nothing but be looked at, less what they take else.
     """
 
     def push(variable: Variable) -> None:
@@ -451,27 +476,52 @@ def telemetry(n: int, mib: int, reads: int, rounds: int) -> dict[str, dict[str, 
         clusters: dict[str, dict[str, Callable[[], None]]] = {}
         for name, port in (("on", "0"), ("off", "off")):
             os.environ["PSCLUSTER_METRICS_PORT"] = port
-            _, strategy, coordinator = stack.enter_context(cluster_of(2, 2))
+            cluster, strategy, coordinator = stack.enter_context(cluster_of(2, 2))
             clusters[name] = ways(coordinator, strategy)
             if name == "on":
-                stack.enter_context(_watched(strategy))
+                page = stack.enter_context(Dashboard(coordinator, "127.0.0.1:0")).url
+                replies = [ask(peer, strategy.metadata) for peer in strategy.tasks]
+                assert not any(isinstance(reply, str) for reply in replies), replies
+                addresses = [strategy.metrics_address, *(reply.metrics_address for reply in replies)]
+                pids = [os.getpid(), *cluster.pids.values()]
+
+        def watched(name: str) -> contextlib.AbstractContextManager[None]:
+            return _watched(page, addresses) if name == "on" else contextlib.nullcontext()
+
         found: dict[str, dict[str, list[float]]] = {
             what: {name: [] for name in clusters} for what in ("functions", "pull", "push")
         }
         for number in range(rounds + 1):
-            for what, times in found.items():
-                amount = n if what == "functions" else 2 * reads * mib * MIB
-                for name in sorted(clusters, reverse=bool(number % 2)):
-                    rate = amount / timed(clusters[name][what])
-                    if number:
-                        times[name].append(rate)
-        return {
-            what: {
-                **{name: statistics.median(rates) for name, rates in times.items()},
-                "ratio": statistics.median(on / off for on, off in zip(times["on"], times["off"], strict=True)),
-            }
-            for what, times in found.items()
-        }
+            for name in sorted(clusters, reverse=bool(number % 2)):
+                with watched(name):
+                    for what, times in found.items():
+                        amount = n if what == "functions" else 2 * reads * mib * MIB
+                        rate = amount / timed(clusters[name][what])
+                        if number:
+                            times[name].append(rate)
+
+        used: dict[str, list[float]] = {name: [] for name in clusters}
+        for _ in range(3):
+            for name, shares in used.items():
+                with watched(name):
+                    before, begin = sum(map(processor_seconds, pids)), time.monotonic()
+                    time.sleep(idle)
+                    shares.append((sum(map(processor_seconds, pids)) - before) / (time.monotonic() - begin))
+        rates: dict[str, Any] = {what: _compared(times["on"], times["off"]) for what, times in found.items()}
+        return {**rates, "idle": statistics.median(used["on"]) - statistics.median(used["off"])}
+
+
+def _compared(ours: list[float], base: list[float]) -> dict[str, float]:
+    ratios = sorted(one / other for one, other in zip(ours, base, strict=True))
+    # The median's interval from order statistics, which asks nothing of how the ratios lie.
+    aside = math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2)
+    width = (ratios[-1 - max(aside, 0)] - ratios[max(aside, 0)]) / 2
+    return {
+        "on": statistics.median(ours),
+        "off": statistics.median(base),
+        "ratio": statistics.median(ratios),
+        "error": width,
+    }
 
 
 # LocalCluster always has a token: its processes are started without one here.
