@@ -24,7 +24,7 @@ from tests.conftest import until
 
 from pscluster.coordinator import ClusterCoordinator, Dashboard, LocalCluster, ParameterServerStrategy
 from pscluster.coordinator.dashboard import pages
-from pscluster.core import tokens
+from pscluster.core import tokens, web
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
 from pscluster.core.tokens import load_token, new_token
 
@@ -111,7 +111,7 @@ def certificate(folder: Path, name: str) -> Path:
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl, which makes the certificates")
 def test_over_https(coordinator: ClusterCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a certificate and the token it listens anywhere; a renewed certificate is shown to whoever comes next."""
-    monkeypatch.setattr(pages, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(web, "LOOK_SECONDS", 0.05)
     first, second = certificate(tmp_path, "first"), certificate(tmp_path, "second")
     token = coordinator.strategy.token
 
@@ -136,7 +136,7 @@ def test_over_https(coordinator: ClusterCoordinator, tmp_path: Path, monkeypatch
         assert subject(page) == "first"
         os.replace(second, first)
         until(lambda: subject(page) == "second", "the renewed certificate is shown")
-    with pytest.raises(ConfigurationError, match=r"certificate can't be used: .*nowhere"):
+    with pytest.raises(ConfigurationError, match=r"certificate of the live page can't be used: .*nowhere"):
         Dashboard(coordinator, "127.0.0.1:0", certificate=tmp_path / "nowhere")
 
 

@@ -85,13 +85,14 @@ def test_off_loopback_the_token_is_asked_for(telemetry: OneRole) -> None:
     server = MetricsServer(telemetry, "0.0.0.0", 0, TOKEN)
     try:
         address = f"127.0.0.1:{server.server_port}"
-        wrong = ["", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer ", f"bearer {TOKEN}"]
+        wrong = ["", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer ", TOKEN.upper()]
         for path in ("/metrics", "/healthz", "/readyz", "/nothing"):
             for given in wrong:
                 status, text = get(address, path, {"Authorization": given} if given else {})
                 assert status == 401, given
                 assert TOKEN not in text
-        assert get(address, "/metrics", {"Authorization": f"Bearer {TOKEN}"})[0] == 200
+        for scheme in ("Bearer", "bearer"):
+            assert get(address, "/metrics", {"Authorization": f"{scheme} {TOKEN}"})[0] == 200
         assert get(address, "/metrics", {"Authorization": "Bearer \xe9"})[0] == 401
     finally:
         server.close()

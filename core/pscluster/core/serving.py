@@ -53,6 +53,7 @@ from pscluster.core.tls import (
 )
 from pscluster.core.tokens import TokenInterceptor, create_token_file, load_token
 from pscluster.core.trust import add_pickle_options, asked_for, find_modules, settle, trust, trust_of
+from pscluster.core.web import CertificateFiles, check_place
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
@@ -301,21 +302,19 @@ def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer |
     host, port = options.metrics_host, options.metrics_port
     if port is None:
         return None
-    if not is_loopback(host) and options.token is None:
-        if not options.insecure:
-            raise ConfigurationError(
-                f"refusing to serve metrics on {host} without a cluster token, where anybody could read them: set "
-                "PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), leave --metrics-host at 127.0.0.1, "
-                "or say --insecure"
-            )
-        logger.warning("serving metrics on %s without a token (--insecure): anybody who reaches it can read them", host)
-    if not is_loopback(host) and options.token is not None and options.tls is None and not options.insecure:
-        raise ConfigurationError(
-            f"refusing to serve metrics on {host} in plain text, where anybody on the way could read the cluster "
-            f"token: give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), leave "
-            "--metrics-host at 127.0.0.1, or say --insecure"
-        )
-    return MetricsServer(telemetry, host, port, options.token, options.tls)
+    files = None
+    if options.tls is not None and not is_loopback(host):
+        files = CertificateFiles("metrics", options.tls.folder / CERTIFICATE, options.tls.folder / KEY)
+    check_place(
+        "serve metrics",
+        host,
+        host,
+        options.token,
+        encrypted=files is not None,
+        insecure=options.insecure,
+        mend="leave --metrics-host at 127.0.0.1",
+    )
+    return MetricsServer(telemetry, host, port, options.token, files)
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types

@@ -1,8 +1,7 @@
-"""The live page over HTTP: who may look, and what is sent.
+"""The live page over HTTP: who may look (`pscluster.core.web`), and what is sent.
 
-On loopback may look whoever can reach it, by a name of this machine (a page of somebody else's, whose name was made to
-lead here, is refused). Elsewhere whoever has the cluster token: `?token=` once, then a cookie that is none. Nothing can
-be changed here. All that the page loads comes from here, and it may load nothing else.
+Where the token is asked for it is `?token=` once, then a cookie that is none. Nothing can be changed here. All that the
+page loads comes from here, and it may load nothing else.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from importlib import resources
 
 from aiohttp import web
 
-from pscluster.coordinator.dashboard.server import CertificateFiles
 from pscluster.coordinator.dashboard.watch import Watch
-from pscluster.core.cluster import is_loopback
-from pscluster.core.tokens import LOOK_SECONDS, Token
+from pscluster.core.web import CertificateFiles, Visitors
 
 MAX_CONNECTIONS = 128
 """For one more the oldest that may not look yet is closed, or else that one: who opens thousands harms nobody else."""
@@ -58,40 +55,28 @@ _LOGIN = """<!doctype html>
 """
 
 
-class _Access:
-    """Who may look. Its own loop's thread only."""
+class _Sessions:
+    """Who has shown the token. The loop's thread only."""
 
-    def __init__(self, loopback: bool, token: str | None) -> None:
-        self._loopback = loopback
-        self._token = None if loopback or token is None else token if isinstance(token, Token) else Token.of([token])
-        self._sessions: dict[str, bytes] = {}  # and the token that each began with
+    def __init__(self, visitors: Visitors) -> None:
+        self._visitors = visitors
+        self._began_with: dict[str, str] = {}  # each with which token
 
-    def is_known_host(self, request: web.Request) -> bool:
-        """Was the page asked for by a name of this machine? Not asked off loopback, where names are the user's."""
-        if not self._loopback:
+    def may_look(self, authorization: str, session: str) -> bool:
+        """Does the caller have a session, or the token itself in the header that calls have?"""
+        if not self._visitors.need_token or self._visitors.have_token(authorization):
             return True
-        host = request.host.lower()
-        name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
-        return name in ("localhost", "[::1]") or (name.startswith("127.") and is_loopback(name))
+        began_with = self._began_with.get(session)
+        return began_with is not None and self._visitors.is_token(began_with)  # which may be one of the past by now
 
-    def is_allowed(self, request: web.Request, cookie: str) -> bool:
-        """Has the caller a session, or the token itself in the header that calls have?"""
-        if self._token is None:
-            return True
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._token.accepts(_bytes(given)):
-            return True
-        began_with = self._sessions.get(request.cookies.get(cookie, ""))
-        return began_with is not None and self._token.accepts(began_with)  # which may be one of the past by now
-
-    def session(self, given: str) -> str | None:
+    def begin(self, given: str) -> str | None:
         """A new one, for who has the token."""
-        if self._token is None or not self._token.accepts(_bytes(given)):
+        if not self._visitors.is_token(given):
             return None
-        while len(self._sessions) >= MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
+        while len(self._began_with) >= MAX_SESSIONS:
+            del self._began_with[next(iter(self._began_with))]
         name = secrets.token_urlsafe(32)
-        self._sessions[name] = _bytes(given)
+        self._began_with[name] = given
         return name
 
 
@@ -107,12 +92,11 @@ class _Guest:
 class Site:
     """Serves one job's page on a socket until it is asked to stop."""
 
-    def __init__(
-        self, watch: Watch, *, loopback: bool, token: str | None, port: int, files: CertificateFiles | None
-    ) -> None:
+    def __init__(self, watch: Watch, visitors: Visitors, port: int, files: CertificateFiles | None) -> None:
         self._watch = watch
+        self._visitors = visitors
         self._files = files
-        self._access = _Access(loopback, token)
+        self._sessions = _Sessions(visitors)
         self._cookie = f"pscluster_{port}"  # cookies are a host's, whatever the port
         self._guests: dict[asyncio.BaseProtocol, _Guest] = {}  # whose sockets may be open, the oldest first
 
@@ -132,7 +116,6 @@ class Site:
         self._listen(listener, runner.server)
         watching = asyncio.create_task(self._watch.run())
         ready()
-        renewing = asyncio.create_task(self._renew())
         try:
             await stop.wait()
             await self._watch.end()
@@ -141,7 +124,7 @@ class Site:
             listener.close()
             for _ in range(2):
                 await asyncio.sleep(0)  # who has just come gets what can be closed
-            tasks = [watching, renewing, *(guest.task for guest in self._guests.values())]
+            tasks = [watching, *(guest.task for guest in self._guests.values())]
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -182,7 +165,7 @@ class Site:
 
     async def _let_in(self, connection: socket.socket, protocol: asyncio.Protocol, welcome: asyncio.Event) -> None:
         """Serve it; it is closed unless it is welcome in time."""
-        context, transport = None if self._files is None else self._files.context, None
+        context, transport = None if self._files is None else self._files.context(), None
         with contextlib.suppress(OSError):  # no handshake, say; or that time is over
             try:
                 async with asyncio.timeout(WELCOME_SECONDS):
@@ -197,21 +180,19 @@ class Site:
                 if transport is not None and not welcome.is_set():
                     transport.abort()
 
-    async def _renew(self) -> None:
-        while self._files is not None:
-            await asyncio.sleep(LOOK_SECONDS)
-            self._files.look_again()
-
     @web.middleware
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if not self._access.is_known_host(request):
+        if not self._visitors.is_known_host(request.host):
             return _plain(421, "This page is asked for by a name of the machine it is on: use 127.0.0.1 or localhost.")
+        may_look = self._sessions.may_look(
+            request.headers.get("Authorization", ""), request.cookies.get(self._cookie, "")
+        )
         if "token" in request.query and request.path == "/":
-            session = self._access.session(request.query["token"])
+            session = self._sessions.begin(request.query["token"])
             response: web.StreamResponse
-            if session is None and not self._access.is_allowed(request, self._cookie):
+            if session is None and not may_look:
                 return _login("That is not the token of this cluster.")
             response = web.Response(status=303, headers={**_HEADERS, "Location": "/"})  # the token leaves the address
             if session is not None:
@@ -219,7 +200,7 @@ class Site:
                     self._cookie, session, httponly=True, samesite="Strict", path="/", secure=self._files is not None
                 )
             return response
-        if not self._access.is_allowed(request, self._cookie):
+        if not may_look:
             return _login("This cluster asks for its token.")
         if (guest := self._guests.get(request.protocol)) is not None:
             guest.welcome.set()
@@ -246,11 +227,6 @@ class Site:
             async for text in self._watch.pictures():
                 await response.write(f"data: {text}\n\n".encode())
         return response
-
-
-def _bytes(given: str) -> bytes:
-    """As they came: what is no UTF-8 is in the text as surrogates."""
-    return given.encode(errors="surrogateescape")
 
 
 def _asset(name: str, kind: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

@@ -7,15 +7,15 @@ import contextlib
 import logging
 import os
 import socket
-import ssl
 import threading
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
-from pscluster.core.cluster import is_loopback, split_address
-from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
+from pscluster.coordinator.dashboard.watch import Watch
+from pscluster.core.cluster import split_address
+from pscluster.core.errors import MisuseError, PsClusterError
+from pscluster.core.web import CertificateFiles, Visitors, check_place
 
 if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy
@@ -25,53 +25,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "127.0.0.1:8477"
 
 _CLOSE_SECONDS = 3.0
-
-
-class CertificateFiles:
-    """A certificate and its key, for connections that come; looked at again when they were renewed."""
-
-    def __init__(self, certificate: str | os.PathLike[str], key: str | os.PathLike[str] | None) -> None:
-        """ConfigurationError if they can't be used."""
-        self._paths = Path(certificate), Path(certificate if key is None else key)
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        try:
-            self._seen = self._stamps()
-            self.context.load_cert_chain(*self._paths)
-        except OSError as error:  # ssl's own, too
-            names = " and ".join(map(str, dict.fromkeys(self._paths)))
-            raise ConfigurationError(f"the live page's certificate can't be used: {names}: {error}") from None
-
-    def _stamps(self) -> list[tuple[int, int]]:
-        return [(found.st_mtime_ns, found.st_ino) for found in (path.stat() for path in self._paths)]
-
-    def look_again(self) -> None:
-        """Take up renewed files; those that can't be used are an error in the log, and those of before stay."""
-        try:
-            stamps = self._stamps()
-            if stamps == self._seen:
-                return
-            self._seen = stamps
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*self._paths)  # not half of it into the other
-            self.context.load_cert_chain(*self._paths)
-        except OSError as error:
-            logger.error("the live page's certificate of before stays: %s", error)
-        else:
-            logger.info("%s was read again", self._paths[0])
-
-
-def _check_off_loopback(address: str, encrypted: bool, token: bool, *, insecure: bool) -> None:
-    """ConfigurationError unless it is safe to listen there, or `insecure`."""
-    if encrypted and token:
-        return
-    if not insecure:
-        why = "without a cluster token" if encrypted else "where all of it, and the token, could be read on the way"
-        raise ConfigurationError(
-            f"refusing to show the live page on {address}, {why}: show it on 127.0.0.1 and use a tunnel (ssh -L), or "
-            "say --insecure"
-        )
-    how, asks = "" if encrypted else " in plain text", "asks for the token" if token else "asks nobody for anything"
-    logger.warning("the live page listens on %s%s (--insecure), and %s", address, how, asks)
 
 
 class Dashboard:
@@ -107,9 +60,16 @@ class Dashboard:
         strategy = coordinator.strategy if isinstance(coordinator, ClusterCoordinator) else coordinator
         host, _ = _place(address or DEFAULT_ADDRESS)
         token = strategy.token
-        files = None if certificate is None else CertificateFiles(certificate, key)
-        if not is_loopback(host):
-            _check_off_loopback(address or "", files is not None, bool(token), insecure=insecure)
+        files = None if certificate is None else CertificateFiles("the live page", certificate, key)
+        check_place(
+            "show the live page",
+            address or DEFAULT_ADDRESS,
+            host,
+            token,
+            encrypted=files is not None,
+            insecure=insecure,
+            mend="show it on 127.0.0.1 and use a tunnel (ssh -L)",
+        )
         self._socket = _listen(address)
         port = self._socket.getsockname()[1]
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  (it is compared with)  # nosec B104
@@ -118,7 +78,7 @@ class Dashboard:
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        arguments = strategy, is_loopback(host), token, port, files
+        arguments = Watch(strategy), Visitors(host, token), port, files
         self._thread = threading.Thread(target=self._run, args=arguments, name="dashboard", daemon=True)
         self._thread.start()
         try:
@@ -145,21 +105,11 @@ class Dashboard:
 
     # The thread
 
-    def _run(
-        self,
-        strategy: ParameterServerStrategy,
-        loopback: bool,
-        token: str | None,
-        port: int,
-        files: CertificateFiles | None,
-    ) -> None:
+    def _run(self, watch: Watch, visitors: Visitors, port: int, files: CertificateFiles | None) -> None:
         try:
-            # Here, since they take a while to load, and nobody else needs them.
-            from pscluster.coordinator.dashboard.pages import Site
-            from pscluster.coordinator.dashboard.watch import Watch
+            from pscluster.coordinator.dashboard.pages import Site  # it takes a while to load, and only this needs it
 
-            site = Site(Watch(strategy), loopback=loopback, token=token, port=port, files=files)
-            del strategy  # it may be dropped while it is shown
+            site = Site(watch, visitors, port, files)
             self._loop.run_until_complete(site.serve(self._socket, self._ready.set, self._stop))
         except Exception:  # the job goes on without it
             logger.exception("the live page has failed")

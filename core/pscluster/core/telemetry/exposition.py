@@ -22,11 +22,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
 
-from pscluster.core.cluster import is_loopback
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.telemetry import Telemetry, Value
-from pscluster.core.tls import CERTIFICATE, KEY, Tls
-from pscluster.core.tokens import Token
+from pscluster.core.web import CertificateFiles, Visitors
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -126,25 +124,26 @@ class MetricsServer(HTTPServer):
         host: a name or address of this machine.
         port: 0: any free one.
         token: which callers must show as `Authorization: Bearer TOKEN` where `host` is not loopback.
-        tls: whose certificate the server shows there; it asks for none. Renewed files are taken up.
+        files: the certificate that the server shows; it asks for none. None: plain text.
 
     Raises:
-        ConfigurationError: the host is none of this machine's, the port is in use, or there is no certificate.
+        ConfigurationError: the host is none of this machine's, or the port is in use.
     """
 
     request_queue_size = 128
     timeout = 0  # of `handle_request`, which is called where there is a connection
 
     def __init__(
-        self, telemetry: Telemetry, host: str, port: int, token: str | None = None, tls: Tls | None = None
+        self,
+        telemetry: Telemetry,
+        host: str,
+        port: int,
+        token: str | None = None,
+        files: CertificateFiles | None = None,
     ) -> None:
         self.telemetry = telemetry
-        self._local = is_loopback(host)
-        self._token = None if token is None or self._local else token if isinstance(token, Token) else Token.of([token])
-        self._tls = None if self._local else tls
-        self._context: tuple[int, ssl.SSLContext] | None = None
-        if self._tls is not None:
-            self._certified(self._tls)
+        self._visitors = Visitors(host, token)
+        self._files = files
         self._open: dict[socket.socket, float] = {}  # with when it came
         self._waiting: dict[socket.socket, None] = {}  # those whose request is not whole
         self._registry: CollectorRegistry | None = None
@@ -197,35 +196,15 @@ class MetricsServer(HTTPServer):
 
     def tell(self) -> None:
         """Log where it is. Not at its start: a role that can't be used is to say why, in one line."""
-        logger.info("metrics on %s://%s/metrics", "http" if self._tls is None else "https", self.address)
-
-    def _certified(self, tls: Tls) -> ssl.SSLContext:
-        """What connections are made with now."""
-        generation = tls.look_again()
-        if self._context is None or self._context[0] != generation:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.minimum_version = ssl.TLSVersion.TLSv1_2
-            try:
-                context.load_cert_chain(tls.folder / CERTIFICATE, tls.folder / KEY)
-            except OSError as error:
-                if self._context is None:
-                    raise ConfigurationError(
-                        f"can't serve metrics off loopback with the certificate in {tls.folder}: {error}"
-                    ) from None
-                logger.error("the certificate of before stays for metrics: %s", error)
-                context = self._context[1]
-            self._context = generation, context
-        return self._context[1]
+        logger.info("metrics on %s://%s/metrics", "http" if self._files is None else "https", self.address)
 
     def _shaken(self, connection: socket.socket) -> socket.socket:
         """The connection, encrypted where that is asked for. OSError if its client can't."""
-        if self._tls is None:
+        if self._files is None:
             return connection
         connection.settimeout(_SECONDS)
         with self._lock:
-            wrapped = self._certified(self._tls).wrap_socket(
-                connection, server_side=True, do_handshake_on_connect=False
-            )
+            wrapped = self._files.context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             self._open[wrapped] = self._open.pop(connection, time.monotonic())
             if connection in self._waiting:
                 del self._waiting[connection]
@@ -236,16 +215,10 @@ class MetricsServer(HTTPServer):
 
     def refusal(self, headers: Any) -> tuple[HTTPStatus, str] | None:
         """How to answer who may not see this, if so."""
-        if self._local:
-            # A page of another site, whose name was made to lead here, is not to read it by way of a browser.
-            host = headers.get("Host", "localhost")
-            name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
-            if name != "localhost" and not is_loopback(name.strip("[]")):
-                return HTTPStatus.FORBIDDEN, "ask for localhost or 127.0.0.1\n"
-        elif self._token is not None:
-            scheme, _, given = str(headers.get("Authorization", "")).partition(" ")
-            if scheme != "Bearer" or not self._token.accepts(given.encode()):
-                return HTTPStatus.UNAUTHORIZED, "show the cluster token: Authorization: Bearer TOKEN\n"
+        if not self._visitors.is_known_host(headers.get("Host", "localhost")):
+            return HTTPStatus.FORBIDDEN, "ask for localhost or 127.0.0.1\n"
+        if self._visitors.need_token and not self._visitors.have_token(str(headers.get("Authorization", ""))):
+            return HTTPStatus.UNAUTHORIZED, "show the cluster token: Authorization: Bearer TOKEN\n"
         return None
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
