@@ -35,8 +35,6 @@ class CoordinatorCounts:
         checkpoints: seconds of each that was written.
         checkpoint_pauses: seconds for which no function ran for one.
         checkpoints_failed: those that could not be written.
-        checkpoint_bytes: of the last one.
-        checkpoint_at: when it was written, in seconds since 1970; 0: there is none.
         attempts: the last ones, for the timeline.
     """
 
@@ -45,8 +43,7 @@ class CoordinatorCounts:
         self.retried_lost = self.retried_failed = 0
         self.lock_waits, self.lock_seconds = 0, 0.0
         self.checkpoints, self.checkpoint_pauses = Histogram(), Histogram()
-        self.checkpoints_failed = self.checkpoint_bytes = 0
-        self.checkpoint_at = 0.0
+        self.checkpoints_failed = 0
         self.attempts: deque[Attempt] = deque(maxlen=MAX_FUNCTIONS)
 
     def sent(self, tasks: Sequence[Task[Any]], now: float) -> None:

@@ -65,7 +65,7 @@ class CoordinatorTelemetry(Telemetry):
         """From the strategy, its dispatcher and its client."""
         strategy = self._strategy()
         assert strategy is not None  # who asks holds it, or is closed with it
-        counts, dispatcher = strategy.counts, strategy.dispatcher
+        counts, dispatcher, checkpoints = strategy.counts, strategy.dispatcher, strategy.observed.checkpoints
         return {
             **(self._nothing if dispatcher is None else dispatcher.figures()),
             "functions_retried_total": {"worker lost": counts.retried_lost, "failed": counts.retried_failed},
@@ -75,7 +75,7 @@ class CoordinatorTelemetry(Telemetry):
             "checkpoint_seconds": counts.checkpoints.plain(),
             "checkpoint_pause_seconds": counts.checkpoint_pauses.plain(),
             "checkpoints_failed_total": counts.checkpoints_failed,
-            "checkpoint_bytes": counts.checkpoint_bytes,
-            "checkpoint_timestamp_seconds": counts.checkpoint_at,
+            "checkpoint_bytes": checkpoints[-1].nbytes if checkpoints else 0,
+            "checkpoint_timestamp_seconds": checkpoints[-1].time if checkpoints else 0,
             **strategy.client.counts.plain(),
         }

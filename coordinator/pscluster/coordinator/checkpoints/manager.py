@@ -277,10 +277,9 @@ class MarkedCheckpoint:
             counts.checkpoints_failed += 1
             observed.tell("coordinator", "error", f"the checkpoint {path} was not written: {error}")
             raise
-        seconds, now = time.monotonic() - begin, time.time()
+        seconds = time.monotonic() - begin
         counts.checkpoints.add(seconds)
-        counts.checkpoint_bytes, counts.checkpoint_at = self.index.nbytes, now
-        observed.saved(Saved(path, now, seconds, self.index.pause_seconds, self.index.nbytes))
+        observed.saved(Saved(path, time.time(), seconds, self.index.pause_seconds, self.index.nbytes))
         return path
 
     def _write(self, path: str) -> None:
