@@ -3,7 +3,7 @@
 sampling    once a second, always: two numbers and the loss are noted, for the curves
 looking     while somebody has the page open: what the coordinator knows is read twice a second, under the
             dispatcher's lock for as long as it takes to copy a few numbers a worker; the roles are asked for their
-            accounts once a second, all at once; what comes of it is given to all who look
+            accounts every other second, all at once; what comes of it is given to all who look
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
 """So often what is shown is made anew, while somebody looks."""
 
-ASK_SECONDS = 1.0
-"""So often the roles are asked; and so long each may take to answer."""
+ASK_SECONDS = 2.0
+"""So often the roles are asked. It is what costs most of all this: their processor time more than ours."""
 
-MISSES = 3
+ANSWER_SECONDS = 1.0
+"""So long each may take to answer."""
+
+MISSES = 2
 """A role that has answered counts as silent when it does not so many times, one after the other."""
 
 OLD_SECONDS = 5.0
@@ -107,7 +110,7 @@ class Watch:
             self._asker = Asker(strategy.tasks, strategy.metadata)
         asker, self._asked_at = self._asker, time.monotonic()
         del strategy
-        answers = await asyncio.get_running_loop().run_in_executor(None, asker.ask, BUSIEST, ASK_SECONDS)
+        answers = await asyncio.get_running_loop().run_in_executor(None, asker.ask, BUSIEST, ANSWER_SECONDS)
         new = {
             peer.task: answer for peer, answer in zip(asker.peers, answers, strict=True) if not isinstance(answer, str)
         }
