@@ -195,6 +195,7 @@ class WorkerLook:
     has: int  # functions that it runs, or that wait there
     running: str  # the name of the first of these
     quiet: float  # seconds since something came or went
+    outcomes: int  # functions that came back, also unbegun
     done: int
     seconds: float | None  # that a function takes, smoothed
 
@@ -204,7 +205,9 @@ class Look:
     """The queue and the workers at a moment."""
 
     waiting: int
+    oldest: float  # seconds since the next of these was scheduled
     in_flight: int
+    scheduled: int  # ever
     done: int
     failed: int
     retried: int
@@ -584,28 +587,21 @@ class Dispatcher:
 
     def figures(self) -> Snapshot:
         """The queue's, the workers' and the servers'; see `CoordinatorTelemetry`."""
-        now = time.monotonic()
-        with self._lock:
-            scheduler, oldest = self._scheduler, self._scheduler.next_one
-            waiting, running = scheduler.waiting, scheduler.in_flight
-            of_workers = [
-                (str(link.peer.index), link, len(worker.sent), worker.seconds or 0.0)
-                for link, worker in zip(self._links, scheduler.workers, strict=True)
-            ]
-            entered, failed, cancelled = scheduler.entered, scheduler.failed, scheduler.were_cancelled
+        look = self.look()
+        workers = {str(worker.peer.index): worker for worker in look.workers}
         return {
-            "queue_functions": waiting,
-            "queue_age_seconds": now - oldest.since if oldest is not None else 0.0,
-            "functions_scheduled_total": entered,
-            "functions_running": running,
-            "functions_done_total": entered - waiting - running - failed - cancelled,
-            "functions_failed_total": failed,
-            "functions_cancelled_total": cancelled,
-            "worker_up": {number: int(link.up) for number, link, _, _ in of_workers},
-            "worker_functions": {number: count for number, _, count, _ in of_workers},
-            "worker_function_seconds": {number: seconds for number, _, _, seconds in of_workers},
-            "worker_outcomes_total": {number: link.outcomes for number, link, _, _ in of_workers},
-            "worker_reconnects_total": {number: max(link.restarts, 0) for number, link, _, _ in of_workers},
+            "queue_functions": look.waiting,
+            "queue_age_seconds": look.oldest,
+            "functions_scheduled_total": look.scheduled,
+            "functions_running": look.in_flight,
+            "functions_done_total": look.done,
+            "functions_failed_total": look.failed,
+            "functions_cancelled_total": look.cancelled,
+            "worker_up": {number: int(worker.up) for number, worker in workers.items()},
+            "worker_functions": {number: worker.has for number, worker in workers.items()},
+            "worker_function_seconds": {number: worker.seconds or 0.0 for number, worker in workers.items()},
+            "worker_outcomes_total": {number: worker.outcomes for number, worker in workers.items()},
+            "worker_reconnects_total": {number: max(worker.restarts, 0) for number, worker in workers.items()},
             "server_up": {str(server.peer.index): int(not server.gone_since) for server in self._servers},
             "server_returns_total": {str(server.peer.index): server.returns for server in self._servers},
         }
@@ -619,7 +615,7 @@ class Dispatcher:
         """How all is now. Takes a moment for each worker, whatever is queued."""
         now = time.monotonic()
         with self._lock:
-            scheduler = self._scheduler
+            scheduler, oldest = self._scheduler, self._scheduler.next_one
             workers = []
             for link, worker in zip(self._links, scheduler.workers, strict=True):
                 first = next(iter(worker.sent.values()), None)
@@ -633,13 +629,16 @@ class Dispatcher:
                         len(worker.sent),
                         "" if first is None else first.payload.function.name,
                         now - link.heard if link.heard else 0.0,
+                        link.outcomes,
                         worker.done,
                         worker.seconds,
                     )
                 )
             return Look(
                 scheduler.waiting,
+                0.0 if oldest is None else now - oldest.since,
                 scheduler.in_flight,
+                scheduler.entered,
                 self.functions_done,
                 scheduler.failed,
                 self._counted.retried_failed + self._counted.retried_lost,
