@@ -506,7 +506,7 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
                     "n": 10_000 if quick else 20_000,
                     "mib": 40,
                     "reads": 6,
-                    "rounds": 5 if quick else 61,
+                    "rounds": 5 if quick else 41,
                     "idle": 2 if quick else 10,
                 }
             },
