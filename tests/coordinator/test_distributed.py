@@ -260,11 +260,12 @@ def test_checkpoints_while_functions_run(
 
 
 def test_it_is_read_ahead(coordinator: ClusterCoordinator, gate: Gate) -> None:
-    """While a function runs, the elements of the next ones of its worker are read, and no more than was asked for."""
+    """Where it takes long, elements of a worker's next functions are read while one runs: no more than asked for."""
     folder = str(Path(gate.path).parent)
 
     def read(number: int) -> int:
         (Path(folder) / f"mark-{number}").touch()
+        time.sleep(0.01)
         return number
 
     def step(part: Any) -> int:

@@ -1,10 +1,14 @@
 """Parts of distributed datasets on a worker: what a function gets for one, and the thread that reads ahead.
 
 A part is a range of places of an epoch, bound to a function before it is sent: whoever runs it reads the same. Its
-elements are read in order, by one thread at a time and by one for the whole worker (sources and the user's functions
-need not be thread-safe): the reader's thread, which works for the parts in the order in which they came, each up to
-`ahead` elements before they are asked for, and for no more than the running one and `_PARTS` behind it; or, where
-nothing was read ahead, the function's own.
+elements are read in order, by one thread at a time and by one for the whole worker, since sources and the user's
+functions need not be thread-safe. Which thread, is a question of how long reading takes, smoothed, of each dataset:
+
+    longer than `_SHORT_SECONDS`    the reader's thread, which works for the parts in the order in which they came, each
+                                    up to `ahead` elements before they are asked for, and for no more than the running
+                                    one and `_PARTS` behind it
+    not so long                     the function's own, when it asks: to hand an element over from thread to thread
+                                    takes longer, since each of the two has to be woken and to wait for Python's lock
 
 States of a part, all under the reader's lock:
 
@@ -20,7 +24,6 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, Self
 
 from pscluster.core.context import FunctionContext, current_function, running
@@ -32,7 +35,9 @@ from pscluster.worker.pipelines import Pipeline
 logger = logging.getLogger(__name__)
 
 _PARTS = 2
-_PLACE = re.compile(r"[0-9]{1,20}/([0-9]{1,18})/([0-9]{1,18})/([0-9]{1,18})")
+_SHORT_SECONDS = 0.00025
+_SMOOTHING = 1 / 32  # one slow element among many, such as the first of a split, counts for what it costs all of them
+_PLACE = re.compile(r"([0-9]{1,20})/([0-9]{1,18})/([0-9]{1,18})/([0-9]{1,18})")
 _CHECK_SECONDS = 0.1  # so often a function that waits for data looks whether it is to stop
 
 
@@ -55,7 +60,7 @@ class Part(Handle):
         self._skips = skips
         if (place := _PLACE.fullmatch(key)) is None:
             raise ProtocolError(f"{key[:80]!r} is no part of a dataset")
-        epoch, start, stop = place.groups()
+        self.dataset, epoch, start, stop = place.groups()
         self._elements = pipeline.elements(int(epoch), int(start), int(stop))
         self._what = f"dataset {pipeline.name!r}, epoch {epoch}, from {int(start):,} to {int(stop) - 1:,}"
         self.ready: deque[Any] = deque()
@@ -137,45 +142,47 @@ class _Fatal:
 
 
 class Reader:
-    """Reads ahead; see the module's docstring."""
+    """Reads ahead, where that pays; see the module's docstring."""
 
     def __init__(self, context: FunctionContext) -> None:
         """`context`: what the user's functions run in."""
         self._context = context
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # for functions: an element was read
+        self._wanted = threading.Condition(self._lock)  # for the thread: there may be something to read
         self._parts: list[Part] = []  # in the order in which they came
+        self._seconds: dict[str, float] = {}  # that reading an element takes, smoothed, by dataset
         self._reading = False
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def add(self, part: Part) -> None:
         """It is to be read."""
-        with self._changed:
+        with self._lock:
             self._parts.append(part)
-            if self._thread is None and part.pipeline.ahead:
-                self._thread = threading.Thread(target=self._run, name="data", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            self._wake()
 
     def close(self, part: Part) -> None:
         """Its function has ended, or gone elsewhere."""
-        with self._changed:
+        with self._lock:
             part.closed = True
             part.ready.clear()
             if part in self._parts:
                 self._parts.remove(part)
+            self._wake()  # another one may be among the first now
             self._changed.notify_all()
 
     def end(self) -> None:
         """The job is over."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._parts.clear()
+            self._wanted.notify()
             self._changed.notify_all()
 
     def next_of(self, part: Part) -> tuple[bool, Any]:
         """(True, the next element), or (False, None) after a while without one. EndOfPart behind the last one."""
-        with self._changed:
+        with self._lock:
             until = time.monotonic() + _CHECK_SECONDS
             while not (part.ready or part.read or part.closed) and self._reading:
                 if not self._changed.wait(until - time.monotonic()):
@@ -184,33 +191,53 @@ class Reader:
                 self._read(part)
             if part.closed or not part.ready:
                 raise EndOfPart(part.given)
-            self._changed.notify_all()  # there is room for another one
-            return True, part.ready.popleft()
+            element = part.ready.popleft()
+            self._wake()  # there is room for another one
+            return True, element
 
     def _read(self, part: Part) -> None:
         """Under the lock, which is free meanwhile."""
         self._reading = True
-        self._changed.release()
+        self._lock.release()
+        begin = time.perf_counter()
         try:
             part.read_one()
         finally:
-            self._changed.acquire()
+            took = time.perf_counter() - begin
+            self._lock.acquire()
+            before = self._seconds.get(part.dataset, 0.0)
+            self._seconds[part.dataset] = before + _SMOOTHING * (took - before)
             self._reading = False
             if part.closed:
                 part.ready.clear()
+            self._wake()
             self._changed.notify_all()
 
     def _run(self) -> None:
-        with running(self._context), self._changed:
+        with running(self._context), self._lock:
             while not self._closed:
-                part = None if self._reading else next(self._wanting(), None)
-                if part is None:
-                    self._changed.wait()
+                if (part := self._next_wanted()) is None:
+                    self._wanted.wait()
                 else:
                     self._read(part)
 
-    def _wanting(self) -> Iterator[Part]:
-        """Parts with room for an element more."""
-        for part in self._parts[: 1 + _PARTS]:
-            if not part.read and len(part.ready) < part.pipeline.ahead:
-                yield part
+    def _wake(self) -> None:
+        """The thread, if there is something for it to do. Under the lock."""
+        if self._next_wanted() is None or self._closed:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="data", daemon=True)
+            self._thread.start()
+        self._wanted.notify()
+
+    def _next_wanted(self) -> Part | None:
+        """What is to be read ahead now, if anything. Under the lock."""
+        if not self._reading:
+            for part in self._parts[: 1 + _PARTS]:
+                if (
+                    not part.read
+                    and len(part.ready) < part.pipeline.ahead
+                    and self._seconds.get(part.dataset, 0.0) > _SHORT_SECONDS
+                ):
+                    return part
+        return None
