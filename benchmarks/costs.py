@@ -292,10 +292,24 @@ def lookup(rows: int, ids: int, n: int) -> float:
         return float(coordinator.schedule(gather).fetch(timeout=120))
 
 
-def data_path(batches: int, rounds: int) -> dict[str, float]:
+def compared(ours: list[float], base: list[float]) -> dict[str, float]:
+    """Medians of what was measured in turn, that of the rounds' ratios, and half the width of its 95 % interval."""
+    ratios = sorted(one / other for one, other in zip(ours, base, strict=True))
+    # From order statistics, which asks nothing of how the ratios lie.
+    aside = max(math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2), 0)
+    return {
+        "ours": statistics.median(ours),
+        "base": statistics.median(base),
+        "ratio": statistics.median(ratios),
+        "error": (ratios[-1 - aside] - ratios[aside]) / 2,
+    }
+
+
+def data_path(batches: int, rounds: int) -> dict[str, dict[str, float]]:
     """Examples a second of a small training step: with every example visited once, and by a loop of each worker's own.
 
-    By `fit`, and with one batch a function. Of one job, asked in turn; batches of 64 shuffled rows of 64, of 64,000.
+    How the two compare by `fit`, and with one batch a function. Of one job, asked in turn; batches of 64 shuffled rows
+    of 64, of 64,000.
     """
     rows, size = 64_000, 64
     x = np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32)
@@ -340,18 +354,20 @@ def data_path(batches: int, rounds: int) -> dict[str, float]:
             return lambda: coordinator.fit(lambda batch: train(*batch), data, steps_per_epoch=batches, verbose=0)
 
         ways = {
-            "visited once": fitted(again),
-            "a loop of each worker": fitted(own),
-            "visited once, one batch a function": one_by_one(with_part, lambda: next(parts)),
-            "a loop of each worker, one batch a function": one_by_one(with_iterator, lambda: iterator),
+            "fit": (fitted(again), fitted(own)),
+            "one batch a function": (
+                one_by_one(with_part, lambda: next(parts)),
+                one_by_one(with_iterator, lambda: iterator),
+            ),
         }
-        found: dict[str, list[float]] = {name: [] for name in ways}
+        found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
         for number in range(rounds + 1):
-            for name, work in ways.items():
-                seconds = timed(work)
-                if number:
-                    found[name].append(batches * size / seconds)
-        return {name: statistics.median(rates) for name, rates in found.items()}
+            for name, pair in ways.items():
+                for which in (0, 1) if number % 2 else (1, 0):
+                    seconds = timed(pair[which])
+                    if number:
+                        found[name][which].append(batches * size / seconds)
+        return {name: compared(*rates) for name, rates in found.items()}
 
 
 def packing(steps: int, rounds: int) -> dict[str, float]:
@@ -441,8 +457,8 @@ def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[st
     Two clusters, asked in turn. What is counted is counted in both: for that compare with an older commit.
 
     Returns:
-        by what was done the medians of both, that of the rounds' ratios, and half the width of its 95 % interval; and
-        the processor time of all roles a second while they do nothing but be looked at, less what they take else.
+        by what was done how the two compare; and the processor time of all roles a second while they do nothing but be
+        looked at, less what they take else.
     """
 
     def push(variable: Variable) -> None:
@@ -507,21 +523,8 @@ def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[st
                     before, begin = sum(map(processor_seconds, pids)), time.monotonic()
                     time.sleep(idle)
                     shares.append((sum(map(processor_seconds, pids)) - before) / (time.monotonic() - begin))
-        rates: dict[str, Any] = {what: _compared(times["on"], times["off"]) for what, times in found.items()}
+        rates: dict[str, Any] = {what: compared(times["on"], times["off"]) for what, times in found.items()}
         return {**rates, "idle": statistics.median(used["on"]) - statistics.median(used["off"])}
-
-
-def _compared(ours: list[float], base: list[float]) -> dict[str, float]:
-    ratios = sorted(one / other for one, other in zip(ours, base, strict=True))
-    # The median's interval from order statistics, which asks nothing of how the ratios lie.
-    aside = math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2)
-    width = (ratios[-1 - max(aside, 0)] - ratios[max(aside, 0)]) / 2
-    return {
-        "on": statistics.median(ours),
-        "off": statistics.median(base),
-        "ratio": statistics.median(ratios),
-        "error": width,
-    }
 
 
 # LocalCluster always has a token: its processes are started without one here.
