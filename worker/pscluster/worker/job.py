@@ -173,7 +173,8 @@ class Job:
         """Nobody uses these any more."""
         with self._lock:
             for number in resources:
-                self._pipelines.pop(str(number), None)
+                if self._pipelines.pop(str(number), None) is not None:
+                    self._reader.forget(str(number))
                 self._handles.pop((WorkerIterator.handle_kind, str(number)), None)
             for digest in definitions:
                 self._definitions.pop(digest, None)

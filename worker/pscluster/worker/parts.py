@@ -4,11 +4,11 @@ A part is a range of places of an epoch, bound to a function before it is sent: 
 elements are read in order, by one thread at a time and by one for the whole worker, since sources and the user's
 functions need not be thread-safe. Which thread, is a question of how long reading takes, smoothed, of each dataset:
 
-    longer than `_SHORT_SECONDS`    the reader's thread, which works for the parts in the order in which they came, each
-                                    up to `ahead` elements before they are asked for, and for no more than the running
-                                    one and `_PARTS` behind it
-    not so long                     the function's own, when it asks: to hand an element over from thread to thread
-                                    takes longer, since each of the two has to be woken and to wait for Python's lock
+    long       the reader's thread, which works for the parts in the order in which they came, each up to `ahead`
+               elements before they are asked for, and for no more than the running one and `_PARTS` behind it
+    not long   the function's own, when it asks: to hand an element over from thread to thread takes longer, since each
+               of the two has to be woken and to wait for Python's lock. Not long is less than `_SHORT_SECONDS`, or less
+               than `_SHORT_SHARE` of the time from one element to the next
 
 States of a part, all under the reader's lock:
 
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _PARTS = 2
 _SHORT_SECONDS = 0.00025
+_SHORT_SHARE = 1 / 16
+_PAUSE_SECONDS = 1.0  # whatever is longer was no step
 _SMOOTHING = 1 / 32  # one slow element among many, such as the first of a split, counts for what it costs all of them
 _PLACE = re.compile(r"([0-9]{1,20})/([0-9]{1,18})/([0-9]{1,18})/([0-9]{1,18})")
 _CHECK_SECONDS = 0.1  # so often a function that waits for data looks whether it is to stop
@@ -60,20 +62,26 @@ class Part(Handle):
         self._skips = skips
         if (place := _PLACE.fullmatch(key)) is None:
             raise ProtocolError(f"{key[:80]!r} is no part of a dataset")
-        self.dataset, epoch, start, stop = place.groups()
-        self._elements = pipeline.elements(int(epoch), int(start), int(stop))
-        self._what = f"dataset {pipeline.name!r}, epoch {epoch}, from {int(start):,} to {int(stop) - 1:,}"
+        self.dataset, *places = place.groups()
+        self._epoch, self._start, self._stop = map(int, places)
+        self._elements = pipeline.elements(self._epoch, self._start, self._stop)
+        self._left = pipeline.count(self._start, self._stop)
         self.ready: deque[Any] = deque()
         self.read = self.closed = False
         self.given = 0
         self.waited = 0.0
         """Seconds for which its function waited."""
         self.skipped: list[DatasetError] = []
+        self.pace = Pace()
 
     @property
     def handle_key(self) -> str:
         """The dataset's number, the epoch, the first place and the one behind the last."""
         return self._key
+
+    @property
+    def _what(self) -> str:
+        return f"dataset {self.pipeline.name!r}, epoch {self._epoch}, from {self._start:,} to {self._stop - 1:,}"
 
     def __iter__(self) -> Self:
         return self
@@ -115,6 +123,9 @@ class Part(Handle):
             self.read = True
         else:
             self.ready.append(element)
+            if self._left is not None:
+                self._left -= 1
+                self.read = self._left == 0
 
     def skip_rest(self) -> None:
         """What is left of it is not wanted: it counts as visited."""
@@ -122,7 +133,7 @@ class Part(Handle):
 
     def check_read(self) -> None:
         """MisuseError if the function that had it has ended before its end: examples would be lost in silence."""
-        if self.closed:
+        if self.closed or (self.read and not self.ready):
             return
         try:
             next(self)
@@ -141,6 +152,28 @@ class _Fatal:
         self.error = error
 
 
+class Pace:
+    """How long reading takes, and how long it is from one element to the next; smoothed. Under the reader's lock."""
+
+    def __init__(self) -> None:
+        self._reading = self._between = 0.0
+        self._last: float | None = None
+
+    def read(self, seconds: float) -> None:
+        """An element was read."""
+        self._reading += _SMOOTHING * (seconds - self._reading)
+
+    def given(self, now: float) -> None:
+        """A function has got one."""
+        if self._last is not None:
+            self._between += _SMOOTHING * (min(now - self._last, _PAUSE_SECONDS) - self._between)
+        self._last = now
+
+    def is_slow(self) -> bool:
+        """Does it pay to read ahead?"""
+        return self._reading > max(_SHORT_SECONDS, _SHORT_SHARE * self._between)
+
+
 class Reader:
     """Reads ahead, where that pays; see the module's docstring."""
 
@@ -151,14 +184,16 @@ class Reader:
         self._changed = threading.Condition(self._lock)  # for functions: an element was read
         self._wanted = threading.Condition(self._lock)  # for the thread: there may be something to read
         self._parts: list[Part] = []  # in the order in which they came
-        self._seconds: dict[str, float] = {}  # that reading an element takes, smoothed, by dataset
+        self._paces: dict[str, Pace] = {}  # by dataset
         self._reading = False
+        self._is_slow = False  # is any dataset?
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def add(self, part: Part) -> None:
         """It is to be read."""
         with self._lock:
+            part.pace = self._paces.setdefault(part.dataset, part.pace)
             self._parts.append(part)
             self._wake()
 
@@ -171,6 +206,11 @@ class Reader:
                 self._parts.remove(part)
             self._wake()  # another one may be among the first now
             self._changed.notify_all()
+
+    def forget(self, dataset: str) -> None:
+        """It is in no use any more."""
+        with self._lock:
+            self._paces.pop(dataset, None)
 
     def end(self) -> None:
         """The job is over."""
@@ -192,6 +232,7 @@ class Reader:
             if part.closed or not part.ready:
                 raise EndOfPart(part.given)
             element = part.ready.popleft()
+            part.pace.given(time.perf_counter())
             self._wake()  # there is room for another one
             return True, element
 
@@ -205,8 +246,10 @@ class Reader:
         finally:
             took = time.perf_counter() - begin
             self._lock.acquire()
-            before = self._seconds.get(part.dataset, 0.0)
-            self._seconds[part.dataset] = before + _SMOOTHING * (took - before)
+            part.pace.read(took)
+            self._is_slow = part.pace.is_slow() or (
+                len(self._paces) > 1 and any(map(Pace.is_slow, self._paces.values()))
+            )
             self._reading = False
             if part.closed:
                 part.ready.clear()
@@ -223,7 +266,7 @@ class Reader:
 
     def _wake(self) -> None:
         """The thread, if there is something for it to do. Under the lock."""
-        if self._next_wanted() is None or self._closed:
+        if not self._is_slow or self._closed or self._next_wanted() is None:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="data", daemon=True)
@@ -234,10 +277,6 @@ class Reader:
         """What is to be read ahead now, if anything. Under the lock."""
         if not self._reading:
             for part in self._parts[: 1 + _PARTS]:
-                if (
-                    not part.read
-                    and len(part.ready) < part.pipeline.ahead
-                    and self._seconds.get(part.dataset, 0.0) > _SHORT_SECONDS
-                ):
+                if not part.read and len(part.ready) < part.pipeline.ahead and part.pace.is_slow():
                     return part
         return None

@@ -18,6 +18,7 @@ import numpy as np
 
 from pscluster.core.errors import DatasetError
 from pscluster.worker.sources import (
+    Arrays,
     Files,
     Numbers,
     Source,
@@ -120,6 +121,10 @@ class Pipeline:
         """Places that one element takes."""
         return 1 if isinstance(self.source, Files) else self.batch or 1
 
+    def count(self, start: int, stop: int) -> int | None:
+        """How many elements these places have; None: that is known when they are read."""
+        return None if isinstance(self.source, Files) else -(-(stop - start) // self.element)
+
     def elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         """Of these places, in order. In the place of one that can't be read stands the DatasetError that says why."""
         for first in range(start, stop, self.element):
@@ -134,8 +139,10 @@ class Pipeline:
         try:
             blocks = []
             for numbers, first, after in places:
-                blocks.append(self.source.read(numbers, first, after))
-                check_block(blocks[-1], len(numbers))
+                block = self.source.read(numbers, first, after)
+                if not isinstance(self.source, Arrays):  # whose blocks are as they must be
+                    check_block(block, len(numbers))
+                blocks.append(block)
             return self._made(joined(blocks))
         except Exception as error:
             numbers = np.concatenate([each for each, _, _ in places])

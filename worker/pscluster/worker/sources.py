@@ -223,11 +223,11 @@ def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
     """The same structure of dicts and tuples (named ones, too), with `fn(leaf)` for each leaf."""
     if isinstance(structure, np.ndarray):  # nearly always: to ask whether it is a mapping takes ten times as long
         return fn(structure)
-    if isinstance(structure, Mapping):
-        return {key: map_leaves(fn, item) for key, item in structure.items()}
     if isinstance(structure, tuple):
         mapped = [map_leaves(fn, item) for item in structure]
         return type(structure)(*mapped) if hasattr(structure, "_fields") else tuple(mapped)
+    if isinstance(structure, Mapping):
+        return {key: map_leaves(fn, item) for key, item in structure.items()}
     return fn(structure)
 
 
