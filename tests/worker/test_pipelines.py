@@ -166,6 +166,24 @@ def test_a_step_may_write_to_its_batch() -> None:
     assert items[0].tolist() == [0, 0]
 
 
+@given(width=st.sampled_from([1, 3000, 40_000]), batch=st.none() | st.integers(1, 40), seed=st.none() | st.just(0))
+def test_small_batches_are_read_together(width: int, batch: int | None, seed: int | None) -> None:
+    """They are what they are one by one, of whatever size; and what is written to one is in no other."""
+    rows = np.repeat(np.arange(90, dtype=np.float32)[:, None], width, axis=1)
+    pipeline = Pipeline(source_of({"row": rows, "number": np.arange(90)}), "data", seed=seed, split=32, batch=batch)
+    step = batch or 1
+    for start, stop in ((0, 90), (7, 85)):
+        found = []
+        for element in pipeline.elements(1, start, stop):
+            found.append({name: leaf.copy() for name, leaf in element.items()})
+            element["row"][...] = -1
+        alone = [elements(pipeline, 1, first, min(first + step, stop))[0] for first in range(start, stop, step)]
+        assert len(found) == len(alone)
+        for together, one in zip(found, alone, strict=True):
+            np.testing.assert_equal(together, one)
+    assert rows.min() == 0
+
+
 def test_map_stands_where_it_was_put() -> None:
     """Before batch() it sees examples, behind it batches."""
     pipeline = Pipeline(

@@ -9,9 +9,11 @@ the examples of each split in random order. Memory and reading are then those of
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,8 @@ from pscluster.worker.sources import (
 
 SPLIT = 1024
 """Examples a split, where nothing is said."""
+
+_AT_ONCE_BYTES = 1 << 18
 
 
 class Order:
@@ -127,25 +131,41 @@ class Pipeline:
 
     def elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         """Of these places, in order. In the place of one that can't be read stands the DatasetError that says why."""
-        for first in range(start, stop, self.element):
-            if isinstance(self.source, Files):
-                yield from self._of_file(self.source, epoch, first)
-            else:
-                yield self._element(epoch, first, min(first + self.element, stop))
+        step = self.element
+        if isinstance(self.source, Files):
+            for place in range(start, stop):
+                yield from self._of_file(self.source, epoch, place)
+            return
+        at_once = step  # to read a small batch takes less time than to get to it: several, then
+        if isinstance(self.source, Arrays):
+            at_once *= max(1, _AT_ONCE_BYTES // max(1, step * self.source.example_bytes))
+        for begin in range(start, stop, at_once):
+            end, block = min(begin + at_once, stop), None
+            if end - begin > step:
+                with suppress(Exception):  # one by one: then it is known which can't be read
+                    block = self._block(list(self._order().pieces(epoch, begin, end)))
+            for first in range(begin, end, step):
+                after = min(first + step, end)
+                of_it = None if block is None else map_leaves(itemgetter(slice(first - begin, after - begin)), block)
+                yield self._element(epoch, first, after, of_it)
 
-    def _element(self, epoch: int, start: int, stop: int) -> Any:
-        places = list(self._order().pieces(epoch, start, stop))
+    def _block(self, places: Sequence[tuple[Numbers, int, int]]) -> Any:
         assert not isinstance(self.source, Files)
+        blocks = []
+        for numbers, first, after in places:
+            block = self.source.read(numbers, first, after)
+            if not isinstance(self.source, Arrays):  # whose blocks are as they must be
+                check_block(block, len(numbers))
+            blocks.append(block)
+        return joined(blocks)
+
+    def _element(self, epoch: int, start: int, stop: int, block: Any) -> Any:
+        """`block`: its examples, if they were read."""
+        places = list(self._order().pieces(epoch, start, stop)) if block is None else []
         try:
-            blocks = []
-            for numbers, first, after in places:
-                block = self.source.read(numbers, first, after)
-                if not isinstance(self.source, Arrays):  # whose blocks are as they must be
-                    check_block(block, len(numbers))
-                blocks.append(block)
-            return self._made(joined(blocks))
+            return self._made(self._block(places) if block is None else block)
         except Exception as error:
-            numbers = np.concatenate([each for each, _, _ in places])
+            numbers = np.concatenate([each for each, _, _ in self._order().pieces(epoch, start, stop)])
             some = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
             what = f"the examples at {start:,} to {stop - 1:,} of epoch {epoch}, numbers {some} of the source,"
             return self._failed(what, stop - start, error)

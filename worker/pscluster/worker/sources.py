@@ -7,6 +7,7 @@ examples. `take` and `stacked` make batches of blocks.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class Arrays:
         if len(lengths) != 1:
             raise ValueError(f"the arrays of a source have {sorted(lengths)} examples: give arrays of one length")
         self._length = lengths.pop()
+        self.example_bytes = sum(leaf.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves(structure))
         self._opened: Any = None
 
     def __len__(self) -> int:
@@ -81,7 +83,7 @@ class Arrays:
             self._opened = map_leaves(
                 lambda leaf: leaf.open() if isinstance(leaf, MappedArray) else leaf, self._structure
             )
-        return map_leaves(lambda leaf: leaf[numbers], self._opened)
+        return map_leaves(lambda leaf: leaf.take(numbers, 0), self._opened)
 
 
 class Examples:
