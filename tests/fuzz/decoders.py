@@ -7,10 +7,13 @@ Not here are pickles: they may do anything, and are taken from those only who ma
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib
 import json
 import random
 import struct
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -35,11 +38,13 @@ from pscluster.coordinator.checkpoints.index import (
 from pscluster.coordinator.job_progress import decoded
 from pscluster.coordinator.visits import Visits
 from pscluster.core.cluster import TFConfig, split_address
+from pscluster.core.definitions import capture, resolve, split_off_bulk
 from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError, from_kind
 from pscluster.core.frames import Assembler, pack, padding, unpack
 from pscluster.core.identity import VERSION
 from pscluster.core.node import NodeService
 from pscluster.core.tokens import load_token
+from pscluster.core.trust import Trust, settle, trust
 from pscluster.core.values import decode, decode_call, encode, encode_call
 from pscluster.ps.checkpoints import tensor_files
 from pscluster.ps.checkpoints.roots import Roots
@@ -50,7 +55,7 @@ from pscluster.ps.durable.state import restored
 from pscluster.ps.handles import handle_of
 from pscluster.ps.schedules import ExponentialDecay
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
-from pscluster.v1 import node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
+from pscluster.v1 import definition_pb2, node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
 from pscluster.worker.failures import failure_of, rebuild_failure
 from pscluster.worker.parts import Part, Reader
 from pscluster.worker.pipelines import Pipeline
@@ -568,6 +573,76 @@ class _Files:
         assert found.isascii()
 
 
+_STEPS = """
+import dataclasses, functools, math
+from pathlib import Path
+import numpy as np
+
+RATE, TABLE = 0.5, np.arange(9)
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: int
+    of: object = None
+
+class Model:
+    def __init__(self):
+        self.w, self.steps = np.ones(3), [1, (2, "a")]
+    def step(self, x):
+        return x @ self.w * RATE
+    @classmethod
+    def named(cls, x):
+        return cls.__name__, x
+
+def outer(*held):
+    def inner(x):
+        return held, TABLE[x], math.floor(RATE), Batch(x)
+    return inner
+"""
+
+
+def _refuse_handle(kind: str, key: str) -> Any:
+    raise ProtocolError(f"there is no {kind} {key}")
+
+
+class _Functions:
+    """Functions that came without pickles, where pickles are off."""
+
+    def __init__(self, folder: Path) -> None:
+        name = f"steps_{folder.name.replace('-', '_')}"
+        (folder / f"{name}.py").write_text(_STEPS)
+        sys.path.append(str(folder))
+        module = importlib.import_module(name)
+        self._trust = Trust(False, "pickles are off here", (folder.resolve(),))
+        model = module.Model()
+        found = (
+            module.outer,
+            module.Model.named,
+            model.step,
+            module.outer(model, np.arange(3000), module.Batch(1)),
+            functools.partial(module.outer(2), Path("/a"), k=np.dtype("f4")),
+        )
+        self._forms: list[tuple[bytes, memoryview]] = []
+        for each in found:
+            (form,) = capture(each, trusted=self._trust).forms()
+            bulk = split_off_bulk(form)
+            self._forms.append((form.SerializeToString(), memoryview(bulk)))
+
+    def examples(self) -> list[bytes]:
+        """The first byte says with which arrays."""
+        return [bytes([number]) + form for number, (form, _) in enumerate(self._forms)]
+
+    def resolve(self, data: bytes) -> None:
+        """One definition. A file that is not here is asked for again, by value."""
+        form = definition_pb2.Definition.FromString(data[1:])
+        before = trust()
+        settle(self._trust)
+        try:
+            resolve(form, self._forms[data[0] % len(self._forms)][1] if data else b"", _refuse_handle)
+        finally:
+            settle(before)
+
+
 def _tf_config(data: bytes) -> None:
     found = TFConfig.parse(data.decode(errors="replace"))
     assert TFConfig.parse(found.to_json()).cluster == found.cluster
@@ -597,7 +672,7 @@ _TF_CONFIG = json.dumps(
 
 def all_decoders(folder: Path) -> list[Decoder]:
     """All of them; their files are in the folder."""
-    files, node, worker = _Files(folder), _Node(), _Worker()
+    files, node, worker, functions = _Files(folder), _Node(), _Worker(), _Functions(folder)
     servers = _Servers(tempfile.mkdtemp(dir=folder))
     frames = _frames_of_requests()
     pulls = [data for data in frames if unpack(data, ps_pb2.Request)[0].WhichOneof("body") == "read"]
@@ -617,6 +692,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("ps", servers.unary_examples(), servers.unary),
         Decoder("node", node.examples(), node.call),
         Decoder("worker", worker.examples(), worker.call, fit=worker.fit),
+        Decoder("function", functions.examples(), functions.resolve),
         Decoder("part", [b"3/0/10/20"], _part),
         Decoder("handle", [b"\0" + slot, b"\1" + metric], _handle),
         Decoder("index", files.index_examples(), files.index, (CheckpointError,), files.sign),

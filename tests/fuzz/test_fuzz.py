@@ -17,8 +17,8 @@ from tests.fuzz.mutations import mutated
 
 FOUND = sorted((Path(__file__).parent / "found").iterdir())
 NAMES = (
-    *("value", "call", "failure", "frames", "session", "push", "pull", "ps", "node", "worker", "part", "handle"),
-    *("index", "tensor", "manifest", "log", "token", "tf_config", "address", "position"),
+    *("value", "call", "failure", "frames", "session", "push", "pull", "ps", "node", "worker", "function"),
+    *("part", "handle", "index", "tensor", "manifest", "log", "token", "tf_config", "address", "position"),
 )
 INPUTS = 150
 ALLOCATES = 16 << 20
