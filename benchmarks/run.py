@@ -514,22 +514,20 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
         )
     if wanted("cost-security"):
 
-        def compared(answers: dict[str, dict[str, dict[str, float]]]) -> tuple[str, bool]:
-            by_kind = answers["in turn"]
-            base = by_kind["none"]
+        def by_kind(answers: dict[str, dict[str, dict[str, dict[str, float]]]]) -> tuple[str, bool]:
+            (found,) = answers.values()
             shown = (
-                f"{kind}: "
-                + ", ".join(f"{name} {rate:,.2f} ({rate / base[name]:.2f} x)" for name, rate in rates.items())
-                for kind, rates in by_kind.items()
+                f"{kind}: " + ", ".join(f"{name} {each['ours']:,.2f} ({_ratio(each)})" for name, each in rates.items())
+                for kind, rates in found.items()
             )
-            return "; ".join(shown), all(rate >= 0.95 * base[name] for name, rate in by_kind["token"].items())
+            return "; ".join(shown), all(each["ratio"] >= 0.95 for each in found["token"].values())
 
         bench.cost(
             "functions, pulls and pushes, by token and TLS",
             "a token alone 0.95 x of none",
             "security",
-            {"in turn": {"functions": 1000 if quick else 3000, "moves": 200, "rounds": 3 if quick else 9}},
-            compared,
+            {"": {"functions": 1000 if quick else 3000, "moves": 200, "rounds": 3 if quick else 15}},
+            by_kind,
         )
 
 
