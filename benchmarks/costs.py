@@ -538,7 +538,8 @@ runpy.run_module("pscluster." + json.loads(os.environ["TF_CONFIG"])["task"]["typ
 def security(functions: int, moves: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Functions a second, and GB/s of pulls and pushes by a worker, by how callers are known and what is encrypted.
 
-    How each of these ways compares to none of it. All clusters are up at the same time and are asked in turn, so that what the machine does besides meets all of them.
+    How each of these ways compares to none of it. All clusters are up at the same time and are asked in turn, so that
+    what the machine does besides meets all of them.
     """
     kinds: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         "none": ({"_command": (sys.executable, "-c", _WITHOUT_TOKEN)}, {}),
