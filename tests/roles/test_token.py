@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.roles.processes import (
 from tests.roles.wire import SECONDS, SERVICES, Metadata
 
 from pscluster.core.errors import KIND_METADATA
+from pscluster.core.open_health import PATH
 from pscluster.core.rpc import Method, methods
 from pscluster.core.serving import RoleOptions
 
@@ -117,6 +119,34 @@ def test_nothing_was_changed_or_shown(guarded: Guarded) -> None:
 
 
 WITH_TOKEN = {"PSCLUSTER_TOKEN": TOKEN}
+
+
+def test_health_alone_may_be_opened(tmp_path: Path) -> None:
+    """With --open-health a check needs no token; all else does, and whoever holds one up only keeps his kind out."""
+    cluster = make_cluster()
+    address = cluster["ps"][0]
+    with Roles(cluster, tmp_path, {**WITH_TOKEN, "PSCLUSTER_OPEN_HEALTH": "1"}) as roles:
+        roles.ps()
+        until(lambda: run("health", address)[0] == 0, "the server serves")
+        assert run("health", address, PSCLUSTER_TOKEN="x" * 40)[0] == 0
+        with grpc.insecure_channel(address) as channel:
+            for service in SERVICES["ps"]:
+                for method in methods(service):
+                    error = call(channel, method, ())
+                    refused = error is not None and error.code() == grpc.StatusCode.UNAUTHENTICATED
+                    assert refused == (method.path != PATH), method.path
+            # Without an end of what is sent, and nothing sent: each has a place until its time is over.
+            over = threading.Event()
+            held = [channel.stream_unary(PATH).future(iter(over.wait, True)) for _ in range(40)]
+            until(lambda: any(each.done() for each in held), "those for whom there is no place are refused")
+            assert {each.code() for each in held if each.done()} <= {
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                grpc.StatusCode.CANCELLED,
+            }
+            assert run("health", address, **WITH_TOKEN)[0] == 0
+            until(lambda: all(each.done() for each in held), "who sends nothing is given up")
+            over.set()
+        assert run("health", address)[0] == 0
 
 
 def test_tools(guarded: Guarded, tmp_path: Path) -> None:

@@ -98,6 +98,24 @@ def test_off_loopback_the_token_is_asked_for(telemetry: OneRole) -> None:
         server.close()
 
 
+def test_health_alone_may_be_opened(telemetry: OneRole) -> None:
+    """Off loopback, for probes without a token: that the process lives and is ready, and not what it waits for."""
+    server = MetricsServer(telemetry, "0.0.0.0", 0, TOKEN, open_health=True)
+    try:
+        address = f"127.0.0.1:{server.server_port}"
+        with_token = {"Authorization": f"Bearer {TOKEN}"}
+        assert get(address, "/healthz") == (200, "the process lives\n")
+        telemetry.ask_readiness(lambda: "it waits for worker 1")
+        assert get(address, "/readyz") == (503, "not ready\n")
+        assert get(address, "/readyz", with_token) == (503, "it waits for worker 1\n")
+        telemetry.ask_readiness(lambda: "")
+        assert get(address, "/readyz") == (200, "ready\n")
+        assert get(address, "/metrics")[0] == 401
+        assert get(address, "/metrics", with_token)[0] == 200
+    finally:
+        server.close()
+
+
 def test_off_loopback_with_certificates(telemetry: OneRole, tmp_path: Path) -> None:
     """It is served over TLS, with the role's certificate; plain text, and who never shakes hands, get nowhere."""
     make_certificates(tmp_path)

@@ -96,7 +96,7 @@ class RoleInterceptor(grpc.ServerInterceptor):
         shape = {False: "unary", True: "stream"}
         behaviour = getattr(handler, f"{shape[handler.request_streaming]}_{shape[handler.response_streaming]}")
         if not handler.request_streaming:
-            behaviour = _of_the_first(behaviour, details.method, self._patience)
+            behaviour = of_the_first(behaviour, details.method, self._patience)
         make = getattr(grpc, f"stream_{shape[handler.response_streaming]}_rpc_method_handler")
         guarded: grpc.RpcMethodHandler[Any, Any] = make(
             _guarded(behaviour, details.method),
@@ -117,7 +117,7 @@ def _guarded(behaviour: Callable[..., Any], path: str) -> Callable[..., Any]:
     return call
 
 
-def _of_the_first(behaviour: Callable[..., Any], path: str, patience: Patience) -> Callable[..., Any]:
+def of_the_first(behaviour: Callable[..., Any], path: str, patience: Patience) -> Callable[..., Any]:
     """The behaviour of a method that takes one request, for a stream of them."""
 
     @functools.wraps(behaviour)

@@ -36,6 +36,7 @@ from pscluster.core.doorkeeper import Doorkeeper
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.limits import connections, raise_descriptor_limit, server_options
 from pscluster.core.node import NodeService, Role
+from pscluster.core.open_health import OPEN_HEALTH_VARIABLE, OpenHealth
 from pscluster.core.process import bind_log, configure_logging, log_options, tune_allocator
 from pscluster.core.rpc import Greet, generic_handler
 from pscluster.core.telemetry import Telemetry
@@ -71,6 +72,7 @@ class RoleOptions:
     token: str | None = field(default=None, repr=False)
     tls: Tls | None = None
     insecure: bool = False
+    open_health: bool = False
     until_done: bool = False
     exit_with_parent: bool = False
     share_port: bool = False
@@ -121,6 +123,7 @@ def options_of_environ(environ: Mapping[str, str] = os.environ, role: str = "coo
         token=load_token(None, environ),
         tls=load_tls(role, environ=environ),
         insecure=is_set(INSECURE_VARIABLE, environ),
+        open_health=is_set(OPEN_HEALTH_VARIABLE, environ),
         metrics_port=metrics_port_of(environ.get(METRICS_PORT_VARIABLE) or "0"),
         metrics_host=environ.get(METRICS_HOST_VARIABLE) or _LOOPBACK,
     )
@@ -183,6 +186,11 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             help=f"Ask callers for no certificate: the token alone opens. Or ${SERVER_ONLY_VARIABLE}=1.",
         ),
         insecure_option,
+        click.option(
+            "--open-health",
+            is_flag=True,
+            help=f"Answer health checks, and nothing else, without the token. Or ${OPEN_HEALTH_VARIABLE}=1.",
+        ),
         add_pickle_options,
         click.option("--until-done", is_flag=True, help="Exit with 0 when the coordinator's job is over."),
         click.option("--exit-with-parent", is_flag=True, help="Stop when standard input reaches its end."),
@@ -219,6 +227,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
         create_tls: bool,
         tls_server_only: bool,
         insecure: bool,
+        open_health: bool,
         **options: Any,
     ) -> None:  # the rest of the options and arguments is the command's own
         names = RoleOptions.__dataclass_fields__
@@ -235,6 +244,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             token=load_token(token_file),
             tls=load_tls(role, tls_folder, server_only=tls_server_only),
             insecure=insecure or is_set(INSECURE_VARIABLE),
+            open_health=open_health or is_set(OPEN_HEALTH_VARIABLE),
             **mine,
         )
         command(*args, options=credentials, **options)
@@ -314,7 +324,7 @@ def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer |
         insecure=options.insecure,
         mend="leave --metrics-host at 127.0.0.1",
     )
-    return MetricsServer(telemetry, host, port, options.token, files)
+    return MetricsServer(telemetry, host, port, options.token, files, open_health=options.open_health)
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
@@ -354,8 +364,11 @@ class RoleServer:
         raise_descriptor_limit()
         bind_log(role=identity.role, index=identity.index, incarnation=f"{identity.incarnation:016x}", pid=os.getpid())
         self.node = NodeService(identity, role, on_job_end, options.coordinator_timeout)
-        self._health = _Health(self._greet)
-        interceptors: list[grpc.ServerInterceptor] = [TokenInterceptor(options.token)] if options.token else []
+        # Where strangers may ask, who asks is not one of us for that.
+        self._health = _Health((lambda _peer: None) if options.open_health else self._greet)
+        interceptors: list[grpc.ServerInterceptor] = []
+        if options.token:
+            interceptors.append(TokenInterceptor(options.token, OpenHealth() if options.open_health else None))
         if options.tls is not None and options.tls.is_mutual:
             interceptors.append(RoleInterceptor())
         if (faults := fault_points.armed()) is not None:

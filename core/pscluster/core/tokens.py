@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 
 from pscluster.core.errors import KIND_METADATA, AuthenticationError, ConfigurationError, kind_of
+from pscluster.core.open_health import PATH, OpenHealth
 
 logger = logging.getLogger(__name__)
 
@@ -142,10 +143,11 @@ def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 class TokenInterceptor(grpc.ServerInterceptor):
-    """Refuses every call that does not carry a token that is accepted."""
+    """Refuses every call that does not carry a token that is accepted, but for health checks where they are open."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, open_health: OpenHealth | None = None) -> None:
         self._token = token if isinstance(token, Token) else Token.of([token])
+        self._open_health = open_health
         error = AuthenticationError(
             f"this cluster asks for a token: set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE} to the one its roles were "
             "started with"
@@ -172,4 +174,7 @@ class TokenInterceptor(grpc.ServerInterceptor):
                 given = value if isinstance(value, bytes) else value.encode()
         if given.startswith(_SCHEME) and self._token.accepts(given.removeprefix(_SCHEME)):
             return continuation(details)
-        return None if continuation(details) is None else self._refuse
+        handler = continuation(details)
+        if handler is not None and self._open_health is not None and details.method == PATH:
+            return self._open_health.handler(handler)
+        return None if handler is None else self._refuse

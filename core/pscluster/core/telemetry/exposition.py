@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 _SECONDS = 10.0
 _CONNECTIONS = 32
 _LOOK_SECONDS = 0.5
-_PATHS = ("/metrics", "/healthz", "/readyz")
+_HEALTH_PATHS = ("/healthz", "/readyz")
+_PATHS = ("/metrics", *_HEALTH_PATHS)
 
 
 class FiguresCollector:
@@ -84,13 +85,16 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.heard(self.connection)
         path = self.path.partition("?")[0]
-        if (refusal := self.server.refusal(self.headers)) is not None:
+        refusal = self.server.refusal(self.headers)
+        is_open = self.server.open_health and refusal is not None and refusal[0] == HTTPStatus.UNAUTHORIZED
+        if refusal is not None and not (is_open and path in _HEALTH_PATHS):
             self._answer(*refusal)
         elif path == "/healthz":
             self._answer(HTTPStatus.OK, "the process lives\n")
         elif path == "/readyz":
             why = self.server.telemetry.not_ready()
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, f"{why or 'ready'}\n")
+            said = "not ready" if why and is_open else why or "ready"  # which tasks are missing is no stranger's affair
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, f"{said}\n")
         elif path == "/metrics":
             body, kind = self.server.exposition(self.headers.get("Accept", ""))
             self._answer(HTTPStatus.OK, body, kind)
@@ -125,6 +129,7 @@ class MetricsServer(HTTPServer):
         port: 0: any free one.
         token: which callers must show as `Authorization: Bearer TOKEN` where `host` is not loopback.
         files: the certificate that the server shows; it asks for none. None: plain text.
+        open_health: /healthz and /readyz ask for no token.
 
     Raises:
         ConfigurationError: the host is none of this machine's, or the port is in use.
@@ -140,8 +145,11 @@ class MetricsServer(HTTPServer):
         port: int,
         token: str | None = None,
         files: CertificateFiles | None = None,
+        *,
+        open_health: bool = False,
     ) -> None:
         self.telemetry = telemetry
+        self.open_health = open_health
         self._visitors = Visitors(host, token)
         self._files = files
         self._open: dict[socket.socket, float] = {}  # with when it came
