@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -136,8 +137,8 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
                     refused = error is not None and error.code() == grpc.StatusCode.UNAUTHENTICATED
                     assert refused == (method.path != PATH), method.path
             # Without an end of what is sent, and nothing sent: each has a place until its time is over.
-            over = threading.Event()
-            held = [channel.stream_unary(PATH).future(iter(over.wait, True)) for _ in range(40)]
+            over, check = threading.Event(), cast("Any", channel.stream_unary(PATH))
+            held = [check.future(iter(over.wait, True)) for _ in range(40)]
             until(lambda: any(each.done() for each in held), "those for whom there is no place are refused")
             assert {each.code() for each in held if each.done()} <= {
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
