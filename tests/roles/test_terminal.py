@@ -80,9 +80,17 @@ def test_a_busy_cluster(tmp_path: Path) -> None:
         assert coordinator.wait() == 0
 
 
-@pytest.mark.parametrize("command", [["status", "--watch"], ["top"]])
-def test_live_in_a_terminal(command: list[str], tmp_path: Path) -> None:
-    """In a terminal the picture is drawn anew in its place; Ctrl-C ends it with 0, and the cursor is there again."""
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (["status", "--watch"], signal.SIGINT, 0),
+        (["status", "--watch"], signal.SIGTERM, -signal.SIGTERM),
+        (["top"], signal.SIGINT, 0),
+        (["top"], signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_live_in_a_terminal(command: list[str], number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """In a terminal the picture is drawn anew in its place; whatever ends it, the cursor is there again."""
     cluster = make_cluster(chief=False)
     with Roles(cluster, tmp_path) as roles:
         roles.ps().wait_for("serving on")
@@ -94,11 +102,11 @@ def test_live_in_a_terminal(command: list[str], tmp_path: Path) -> None:
             shown = b""
             while shown.count(b"ps 0") < 3:
                 shown += os.read(terminal, 4096)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             with contextlib.suppress(OSError):  # the terminal's end, on Linux
                 while more := os.read(terminal, 4096):
                     shown += more
-            assert process.wait() == 0
+            assert process.wait() == code
         os.close(terminal)
     assert shown.rstrip().endswith(b"\x1b[?25h"), shown[-200:]
     assert b"Traceback" not in shown

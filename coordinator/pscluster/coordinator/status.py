@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import grpc
@@ -239,8 +242,33 @@ def _screen(live: bool) -> Iterator[Callable[[RenderableType], None]]:
 
         yield add
         return
-    with Live(console=Console(), auto_refresh=False) as screen:
+    with _orderly(), Live(console=Console(), auto_refresh=False) as screen:
         yield lambda picture: screen.update(picture, refresh=True)
+
+
+class _Terminated(BaseException):
+    """SIGTERM, on its way out."""
+
+
+@contextlib.contextmanager
+def _orderly() -> Iterator[None]:
+    """SIGTERM ends the process as it always does, but what is inside first puts the terminal right: the cursor."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not ours:
+        yield
+        return
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _plain(picture: RenderableType) -> str:
