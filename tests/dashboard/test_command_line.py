@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 import re
 import socket
+import ssl
 import urllib.request
 from pathlib import Path
 
+import pytest
+from tests.conftest import until
+from tests.dashboard.browser import browser, complaints, needs_browser
 from tests.roles.processes import IDLE, PSCLUSTER, Process, Roles, environ, make_cluster
+
+from pscluster.core.certificates import make_certificates
+from pscluster.core.tokens import new_token
 
 
 def state_of(line: str) -> dict[str, object]:
@@ -61,3 +68,33 @@ def test_the_coordinator_when_it_is_asked(tmp_path: Path) -> None:
         refused = roles.coordinator(IDLE, options=("--dashboard", "--dashboard-address", "0.0.0.0:8477"))
         assert refused.wait() == 2
         assert "refusing to show the live page on 0.0.0.0:8477" in refused.output
+
+
+@needs_browser
+@pytest.mark.timeout(240)
+def test_off_loopback_with_the_roles_certificates(tmp_path: Path) -> None:
+    """With `--tls DIR` and the token the page is on all addresses, over HTTPS, by the coordinator's certificate."""
+    certificates, gate, token = tmp_path / "certificates", tmp_path / "gate", new_token()
+    make_certificates(certificates)
+    with Roles(make_cluster(), tmp_path, {"PSCLUSTER_TOKEN": token}) as roles:
+        roles.ps(0, "--tls", str(certificates / "ps"))
+        roles.worker(0, "--tls", str(certificates / "worker"))
+        options = ("--tls", str(certificates / "coordinator"), "--dashboard", "--dashboard-address", "0.0.0.0:0")
+        coordinator = roles.coordinator(IDLE, str(gate), options=options)
+        line = coordinator.wait_for("the live page is at")
+        found = re.search(r"at (https://127\.0\.0\.1:\d+/)$", line.strip())
+        assert found, line
+        coordinator.wait_for("^connected")
+        ours = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+        state = urllib.request.Request(f"{found[1]}state.json", headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(state, timeout=60, context=ours) as response:
+            assert json.load(response)["queue"]["done"] == 1
+        with browser(tmp_path / "profile") as driver:
+            driver.execute_cdp_cmd("Security.setIgnoreCertificateErrors", {"ignore": True})  # it does not know the CA
+            driver.get(f"{found[1]}?token={token}")
+            verdict = "return document.querySelector('#verdict')?.textContent"
+            until(lambda: driver.execute_script(verdict) == "Healthy; nothing is scheduled", "the page is live")
+            assert driver.current_url == found[1], "the token has left the address"
+            assert complaints(driver) == []
+        gate.touch()
+        assert coordinator.wait() == 0
