@@ -111,10 +111,15 @@ def test_a_job(tmp_path: Path) -> None:
             check_width(driver, 1600)
             check_width(driver, 400)
             save_picture(driver, tmp_path / "page.png")
+            coordinator.schedule(wrong)
+            with pytest.raises(ValueError, match="hacked"):
+                coordinator.join()
             strategy.close()
             shows(driver, lambda: text_of(driver, "#verdict") == "The job is over", "that the job is over")
+            assert MARKUP in text_of(driver, "#problems")
+            assert "test_page.py" in driver.execute_script(traceback), "that of an error at the very end, too"
             shows(driver, lambda: "not connected; last seen" in text_of(driver, "#link"), "that it is not connected")
-            mine = [each for each in complaints(driver) if "ERR_CONNECTION_REFUSED" not in each]  # it dials again
+            mine = [each for each in complaints(driver) if "ERR_CONNECTION_" not in each]  # it dials again
             assert mine == []
 
 
@@ -125,7 +130,7 @@ def check_structure(driver: Any) -> None:
         const headings = [...document.querySelectorAll("h1, h2, h3")].map((each) => each.tagName);
         return {
             landmarks: [count("main"), count("header"), count("nav[aria-label]")],
-            language: document.documentElement.lang, headings, status: count("[role=status]"),
+            language: document.documentElement.lang, headings, status: count("[role=status], output"),
             tables: count("table[aria-label]"), scopes: count("th:not([scope])"),
             charts: [...document.querySelectorAll("[role=img]")].map((each) => each.getAttribute("aria-label"))};
     """)
@@ -210,6 +215,8 @@ def test_the_same_again(coordinator: ClusterCoordinator, tmp_path: Path) -> None
         """)
         assert found == [[True, 11]] * 3
         assert complaints(driver) == []
+        lost = driver.execute_script("lost(); return [document.title[0], $('health').dataset.state]")
+        assert lost == ["✕", "bad"]
 
 
 def test_another_job_at_the_same_address(coordinator: ClusterCoordinator, tmp_path: Path) -> None:

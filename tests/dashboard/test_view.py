@@ -16,7 +16,7 @@ from pscluster.coordinator import ClusterCoordinator
 from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
 from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.coordinator.dispatch import Look, WorkerLook
-from pscluster.coordinator.observed import MAX_DETAIL, MAX_EVENTS, Observed, Series, Training
+from pscluster.coordinator.observed import MAX_DETAIL, MAX_EVENTS, Observed, Saved, Series, Training
 from pscluster.coordinator.rates import Rates, TaskRates, VariableRates
 from pscluster.coordinator.status import Answer, Asker
 from pscluster.core.channels import PeerAddress
@@ -98,8 +98,25 @@ def test_verdicts() -> None:
     ]
     assert health(seen(worker(0), worker(1), dead))[0] == "warn"
     assert health(seen(*(worker(index, up=False, has=0, restarts=-1) for index in range(3))))[0] == "bad"
+    failed = Observed()
+    failed.tell("worker 1", "error", "step failed on worker 1", "its traceback")
+    assert health(seen(*fine, ended=True, observed=failed))[2] == ["its last error: step failed on worker 1"]
+    assert page(seen(*fine, ended=True, observed=failed))["errors"][0]["detail"] == "its traceback"
+    assert "detail" not in page(seen(*fine, observed=failed))["errors"][0]
     stuck = health(seen(worker(0), worker(1), worker(2, quiet=45.0)))
     assert stuck[2] == ["worker 2: nothing has come back from step for 45 s"]
+
+
+def test_a_checkpoint_that_is_missing() -> None:
+    """It is wrong until there is one in the same folder, though functions run."""
+    observed, fine = Observed(), [worker(index) for index in range(3)]
+    observed.not_saved("/a/ckpt-000001", "No space left on device")
+    observed.saved(Saved("/b/ckpt-000001", 1.0, 0.1, 0.1, 1))
+    state, text, (problem,) = health(seen(*fine, observed=observed))
+    assert (state, text) == ("warn", "Needs attention")
+    assert problem.startswith("the checkpoint /a/ckpt-000001 was not written: No space left on device; until one is")
+    observed.saved(Saved("/a/ckpt-000002", 2.0, 0.1, 0.1, 1))
+    assert health(seen(*fine, observed=observed)) == ("ok", "Healthy, at work", [])
 
 
 def test_a_silent_task() -> None:

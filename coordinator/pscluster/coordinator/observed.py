@@ -7,6 +7,7 @@ is reported. A `Series` holds a number over the whole run in bounded memory, mor
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -79,6 +80,7 @@ class Observed:
         self._errors: deque[Event] = deque(maxlen=MAX_EVENTS // 10)  # of their own: no flood of retries drives them out
         self._deaths: dict[str, int] = {}
         self._saved: deque[Saved] = deque(maxlen=20)
+        self._unsaved: dict[str, str] = {}  # by folder
         self._training = Training()
         self._loss = [0.0, 0.0]  # sum and count since it was taken
         self.loss_name = "loss"
@@ -100,7 +102,15 @@ class Observed:
         """A checkpoint was written."""
         with self._lock:
             self._saved.append(checkpoint)
+            self._unsaved.pop(os.path.dirname(checkpoint.path), None)
         self.tell("coordinator", "saved", f"saved {checkpoint.path}")
+
+    def not_saved(self, path: str, why: str) -> None:
+        """A checkpoint was not written. That stands until one is, in the same folder."""
+        text = f"the checkpoint {path} was not written: {why}"
+        with self._lock:
+            self._unsaved[os.path.dirname(path)] = text
+        self.tell("coordinator", "error", text)
 
     def trained(self, training: Training) -> None:
         """A loop is so far. Its first number is taken for the loss, unless one has that name."""
@@ -131,6 +141,12 @@ class Observed:
         """The last ones, the newest at the end."""
         with self._lock:
             return list(self._saved)
+
+    @property
+    def unsaved(self) -> list[str]:
+        """Of each folder whose last checkpoint was not written, what was said of it."""
+        with self._lock:
+            return list(self._unsaved.values())
 
     @property
     def events(self) -> list[Event]:

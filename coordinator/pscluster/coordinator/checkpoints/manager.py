@@ -275,7 +275,7 @@ class MarkedCheckpoint:
             self._write(path)
         except BaseException as error:
             counts.checkpoints_failed += 1
-            observed.tell("coordinator", "error", f"the checkpoint {path} was not written: {error}")
+            observed.not_saved(path, str(error))
             raise
         seconds = time.monotonic() - begin
         counts.checkpoints.add(seconds)

@@ -28,6 +28,12 @@ HOT_SERVER = 1.5
 QUIET_SECONDS = 30.0
 """A worker with a function from which nothing came for so long is worth a word."""
 
+LAST_ERRORS = 3
+"""So many errors come with their tracebacks when the job has ended."""
+
+MAX_SAID = 500
+"""Characters of an error that the verdict has; all of it is among the errors."""
+
 MAX_VARIABLES = 20
 MAX_EVENTS = 100
 
@@ -64,14 +70,18 @@ class Seen:
 
 
 def page(seen: Seen, *, details: bool = False) -> Json:
-    """What the page is given; with the errors' tracebacks, which the page asks for one by one, or without."""
+    """What the page is given; with the errors' tracebacks, which the page asks for one by one, or without.
+
+    When the job has ended nobody can be asked any more, so the last errors have theirs in any case.
+    """
     times, rates, losses = seen.series.rows()
     observed, training = seen.observed, seen.observed.training
     stories = _stories(observed.events)
     workers = _workers(seen, stories)
     servers = _servers(seen, stories)
     variables = _variables(seen.rates.variables)
-    problems = _problems(workers, servers)
+    detailed = MAX_EVENTS if details else LAST_ERRORS if seen.ended else 0
+    problems = _problems(workers, servers, observed.unsaved)
     return {
         "now": seen.now,
         "began": observed.began,
@@ -95,8 +105,8 @@ def page(seen: Seen, *, details: bool = False) -> Json:
         "more_variables": max(len(seen.rates.variables) - MAX_VARIABLES, 0),
         "events": [_event(event) for event in reversed(observed.events[-MAX_EVENTS:])],
         "errors": [
-            {**_event(event), "detailed": bool(event.detail), **({"detail": event.detail} if details else {})}
-            for event in reversed(observed.errors)
+            {**_event(event), "detailed": bool(event.detail), **({"detail": event.detail} if number < detailed else {})}
+            for number, event in enumerate(reversed(observed.errors))
         ],
         "checkpoints": [asdict(each) for each in reversed(observed.checkpoints)],
     }
@@ -259,7 +269,7 @@ def _variables(variables: Sequence[VariableRates]) -> list[Json]:
     return rows
 
 
-def _problems(workers: Sequence[Json], servers: Sequence[Json]) -> list[str]:
+def _problems(workers: Sequence[Json], servers: Sequence[Json], unsaved: Sequence[str]) -> list[str]:
     """What is wrong, the worst first, in sentences."""
     found = [
         f"{row['task']} is {row['state']}: whoever reads or updates there waits"
@@ -273,6 +283,7 @@ def _problems(workers: Sequence[Json], servers: Sequence[Json]) -> list[str]:
         for row in servers
         if row["good"] == "warn" and row["state"] != "does not answer"
     ]
+    found += [f"{text[:MAX_SAID]}; until one is, a job that dies goes on from the one before it" for text in unsaved]
     for row in workers:
         if row["has"] and row["quiet"] >= QUIET_SECONDS and row["good"] == "ok":
             found.append(f"{row['task']}: nothing has come back from {row['runs']} for {row['quiet']:.0f} s")
@@ -283,14 +294,18 @@ def _problems(workers: Sequence[Json], servers: Sequence[Json]) -> list[str]:
     for row in servers:
         if row["lost"]:
             count = sum(row["lost"].values())
-            found.append(f"{row['task']} has lost at least {count:,} acknowledged updates when it died")
+            found.append(
+                f"{row['task']} lost at least {count:,} acknowledged updates when it died; "
+                "with PSCLUSTER_DURABILITY=log a server loses none"
+            )
     return found
 
 
 def _health(seen: Seen, problems: list[str]) -> Json:
     look = seen.look
     if seen.ended:
-        return {"state": "over", "text": "The job is over", "problems": []}
+        last = [f"its last error: {error.text[:MAX_SAID]}" for error in seen.observed.errors[-1:]]
+        return {"state": "over", "text": "The job is over", "problems": last}
     if not seen.connected:
         return {"state": "warn", "text": "Waiting for the cluster's tasks", "problems": problems}
     if look is None:

@@ -209,7 +209,7 @@ function showErrors(errors) {
     head.append(when, make("strong", error.who), " ", make("span", error.text));
     element.append(head);
     if (error.detailed) {
-      const detail = make("pre");
+      const detail = make("pre", error.detail);
       element.append(detail);
       const load = async () => {
         const answer = detail.textContent ? null : await fetch(`/error/${error.number}`);
@@ -220,7 +220,9 @@ function showErrors(errors) {
       tried();
     }
     return element;
-  }, () => {});
+  }, (element, error) => {  // the last picture of a job has it: nobody can be asked any more
+    if (error && error.detail) set(element.querySelector("pre"), error.detail);
+  });
 }
 
 function showEvents(events) {
@@ -311,6 +313,10 @@ function showCharts(page) {
 
 let last = null;
 
+function title(state) {
+  document.title = `${{ ok: "✓", warn: "!", bad: "✕", over: "■" }[state] || "○"} ${(last && last.job) || "pscluster"}`;
+}
+
 function show(page) {
   if (last && last.began !== page.began) {  // another job, with numbers of its own
     location.reload();
@@ -318,7 +324,7 @@ function show(page) {
   }
   last = page;
   const health = page.health;
-  document.title = `${{ ok: "✓", warn: "!", bad: "✕", over: "■" }[health.state] || "○"} ${page.job || "pscluster"}`;
+  title(health.state);
   set($("job"), page.job);
   $("health").dataset.state = health.state;
   set($("verdict"), health.text);
@@ -340,6 +346,7 @@ function lost() {
   const over = last && last.health.state === "over";
   set($("link"), last ? `not connected; last seen ${at(last.now)}` : "not connected");
   if (over) return;
+  title("bad");
   $("health").dataset.state = "bad";
   set($("verdict"), "The coordinator does not answer: what is shown is the last that was seen");
 }
