@@ -283,7 +283,7 @@ def _problems(workers: Sequence[Json], servers: Sequence[Json], unsaved: Sequenc
         for row in servers
         if row["good"] == "warn" and row["state"] != "does not answer"
     ]
-    found += [f"{text[:MAX_SAID]}; until one is, a job that dies goes on from the one before it" for text in unsaved]
+    found += [f"{text[:MAX_SAID]}; until one is, a job that dies goes on from an older one, if any" for text in unsaved]
     for row in workers:
         if row["has"] and row["quiet"] >= QUIET_SECONDS and row["good"] == "ok":
             found.append(f"{row['task']}: nothing has come back from {row['runs']} for {row['quiet']:.0f} s")

@@ -206,7 +206,7 @@ function showErrors(errors) {
     const head = make(error.detailed ? "summary" : "p");
     const when = make("time", at(error.time));
     when.dateTime = new Date(1000 * error.time).toISOString();
-    head.append(when, make("strong", error.who), " ", make("span", error.text));
+    head.append(when, " ", make("strong", error.who), " ", make("span", error.text));
     element.append(head);
     if (error.detailed) {
       const detail = make("pre", error.detail);
