@@ -93,7 +93,7 @@ def test_verdicts() -> None:
     assert (state, text) == ("bad", "Needs attention")
     assert problems == [
         "ps 1 is out of reach for 3 s: whoever reads or updates there waits",
-        "worker 2 is gone: killed",
+        "worker 2 is gone: killed; its functions run again elsewhere",
         "worker 1 is a straggler: its functions take 3 times as long as the others'",
     ]
     assert health(seen(worker(0), worker(1), dead))[0] == "warn"
@@ -105,6 +105,13 @@ def test_verdicts() -> None:
     assert "detail" not in page(seen(*fine, observed=failed))["errors"][0]
     stuck = health(seen(worker(0), worker(1), worker(2, quiet=45.0)))
     assert stuck[2] == ["worker 2: nothing has come back from step for 45 s"]
+
+
+def test_slow_data() -> None:
+    """Who spends most of the time in waiting for it is named."""
+    rates = Rates({f"worker {index}": TaskRates(waited=waited) for index, waited in enumerate((0.1, 0.62, 0.5))}, [])
+    (problem,) = health(seen(*(worker(index) for index in range(3)), rates=rates))[2]
+    assert problem.startswith("worker 1, worker 2: up to 62% of the time goes by in waiting for data")
 
 
 def test_a_checkpoint_that_is_missing() -> None:
@@ -123,7 +130,7 @@ def test_a_silent_task() -> None:
     """Who does not answer is said to, though its connection stands: it may be frozen."""
     shown = seen(*(worker(index) for index in range(3)))
     frozen = Seen(**{**{name: getattr(shown, name) for name in Seen.__dataclass_fields__}, "replies": {}})
-    assert "worker 0 does not answer" in health(frozen)[2]
+    assert "worker 0 does not answer: if it stays so, its functions run again elsewhere" in health(frozen)[2]
     assert {row["state"] for row in page(frozen)["servers"]} == {"does not answer"}
 
 

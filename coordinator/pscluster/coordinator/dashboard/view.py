@@ -28,6 +28,9 @@ HOT_SERVER = 1.5
 QUIET_SECONDS = 30.0
 """A worker with a function from which nothing came for so long is worth a word."""
 
+MUCH_WAITED = 0.5
+"""A worker that waits for data this share of its time, or more, is worth one, too."""
+
 LAST_ERRORS = 3
 """So many errors come with their tracebacks when the job has ended."""
 
@@ -276,8 +279,16 @@ def _problems(workers: Sequence[Json], servers: Sequence[Json], unsaved: Sequenc
         for row in servers
         if row["good"] == "bad"
     ]
-    found += [f"{row['task']} is {row['state']}" for row in workers if row["good"] == "bad"]
-    found += [f"{row['task']} {row['state']}" for row in (*servers, *workers) if row["state"] == "does not answer"]
+    for row in workers:
+        if row["good"] == "bad":
+            more = "; its functions run again elsewhere" if row["state"].startswith("gone") else ""
+            found.append(f"{row['task']} is {row['state']}{more}")
+    found += [f"{row['task']} {row['state']}" for row in servers if row["state"] == "does not answer"]
+    found += [
+        f"{row['task']} {row['state']}: if it stays so, its functions run again elsewhere"
+        for row in workers
+        if row["state"] == "does not answer"
+    ]
     found += [
         f"{row['task']} is {row['state']}"
         for row in servers
@@ -291,6 +302,10 @@ def _problems(workers: Sequence[Json], servers: Sequence[Json], unsaved: Sequenc
             found.append(
                 f"{row['task']} is a straggler: its functions take {row['slower']:g} times as long as the others'"
             )
+    if waiting := [row for row in workers if row["waited"] >= MUCH_WAITED]:
+        names = ", ".join(row["task"] for row in waiting)
+        share = max(row["waited"] for row in waiting)
+        found.append(f"{names}: up to {share:.0%} of the time goes by in waiting for data; make the reading faster")
     for row in servers:
         if row["lost"]:
             count = sum(row["lost"].values())
