@@ -8,10 +8,12 @@ import os
 import pty
 import signal
 import subprocess
+import urllib.request
 from pathlib import Path
 
 import pytest
 from tests.roles.processes import PSCLUSTER, Process, Roles, environ, make_cluster, run, tf_config
+from tests.roles.wire import SECONDS
 
 from pscluster.coordinator.rates import RateMeter
 from pscluster.v1 import node_pb2
@@ -70,6 +72,9 @@ def test_a_busy_cluster(tmp_path: Path) -> None:
             assert tasks[server]["requests"] > 0
         assert sum(tasks[server]["bytes_out"] for server in ("ps 0", "ps 1")) > 40_000
         assert all(task["memory_bytes"] > 1 << 20 for task in tasks.values())
+        for task in tasks.values():  # where Prometheus finds it
+            with urllib.request.urlopen(f"http://{task['metrics_address']}/healthz", timeout=SECONDS) as answer:
+                assert answer.status == 200
 
         with Process([*PSCLUSTER, "status", "--watch", "--every", "0.2", "--json"], environ(config)) as watch:
             watch.wait_for("all_up", count=3)

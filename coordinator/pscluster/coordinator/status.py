@@ -148,7 +148,7 @@ def _task(peer: PeerAddress, answer: Answer) -> dict[str, Any]:
     task |= {"up": True, "state": answer.state, "uptime_seconds": round(answer.uptime_seconds, 3)}
     task |= {"name": answer.identity.name, "version": answer.identity.version}
     task |= {"incarnation": f"{answer.identity.incarnation:016x}", "coordinator": answer.coordinator}
-    task |= {"memory_bytes": answer.memory_bytes, "detail": answer.detail}
+    task |= {"memory_bytes": answer.memory_bytes, "metrics_address": answer.metrics_address, "detail": answer.detail}
     if peer.role == "ps":
         task |= {"shards": answer.variables, "shard_bytes": answer.variable_bytes, "requests": answer.requests}
         task |= {"bytes_in": answer.bytes_in, "bytes_out": answer.bytes_out, "lost_updates": dict(answer.lost_updates)}
