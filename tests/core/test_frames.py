@@ -183,6 +183,14 @@ class TestUnpack:
         with contextlib.suppress(ProtocolError):
             unpack(bytes(whole), type(header))
 
+    def test_many_small_fields(self) -> None:
+        """A header over the limit is refused where it exceeds it: what lies behind is not walked, field by field."""
+        fields = b"\x48\x01" * 51 + b"\x0f"  # number 9, 51 times; and at last what is no field
+        with pytest.raises(ProtocolError, match="wire type 7"):
+            unpack(fields, ps_pb2.Request, limit=102)
+        with pytest.raises(ProtocolError, match="a frame with 102 bytes or more beside its payload, the limit is 100"):
+            unpack(fields, ps_pb2.Request, limit=100)
+
     @pytest.mark.parametrize("declared", [2**31, 2**32, 2**62, 2**63, 2**64 - 1])
     @pytest.mark.parametrize("tag", [b"\x7a", b"\x6a", b"\x12"])
     def test_declared_length(self, declared: int, tag: bytes) -> None:

@@ -109,6 +109,8 @@ def unpack(data: bytes, message_class: type[M], limit: int = MAX_HEADER_BYTES) -
     try:
         while at < end:
             start = at
+            if start > limit:  # no payload yet: what follows need not be walked, field by field, to know that
+                raise ProtocolError(f"a frame with {start:,} bytes or more beside its payload, the limit is {limit:,}")
             tag, at = _read_varint(data, at)
             wire_type = tag & 7
             if wire_type == 2:
