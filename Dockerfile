@@ -23,8 +23,8 @@ FROM python:3.12-slim
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PSCLUSTER_STATE_DIR=/var/lib/pscluster
-# /run/pscluster holds the cluster token and the certificates, /var/lib/pscluster what parameter servers restore. A new named volume mounted
-# there takes over owner and mode.
+# /run/pscluster holds the cluster token and the certificates, /var/lib/pscluster what parameter servers restore. A new
+# named volume mounted there takes over owner and mode.
 RUN useradd --system --uid 10001 --user-group --home-dir /app --shell /usr/sbin/nologin pscluster \
  && install --directory --owner=pscluster --group=pscluster --mode=0700 /run/pscluster /var/lib/pscluster
 COPY --from=build /requirements.txt /tmp/requirements.txt
