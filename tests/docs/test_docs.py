@@ -18,7 +18,9 @@ import builtins
 import contextlib
 import io
 import itertools
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,6 +131,7 @@ def execute(statement: Statement, name: str, namespace: dict[str, Any]) -> None:
 def test_what_a_document_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it shows can be run, gives what it says, and leaves nothing behind. Relative paths are of `tmp_path`."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # for `pscluster`
     namespace: dict[str, Any] = {"__name__": "__main__"}  # a script's: its functions and classes travel by value
     found = list(statements((ROOT / name).read_text(encoding="utf-8")))
     assert [s for s in found if s.error], "no error is shown"
