@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from pscluster.coordinator import strategy as strategy_module
 from pscluster.coordinator.dispatch import Call, Dispatcher, ResourceRecipe
 from pscluster.coordinator.links import PsLink
 from pscluster.coordinator.scheduler import Scheduler, Task
+from pscluster.coordinator.waiting import Condition
 from pscluster.core.channels import PeerAddress
 from pscluster.core.definitions import CapturedFunction, capture
 from pscluster.core.errors import (
@@ -625,14 +625,14 @@ def test_schedule_and_join_do_not_enter_the_condition(straw: Callable[..., Straw
     """A condition's own `with` is Python code, in which Ctrl-C can leave the lock behind."""
     cluster = straw()
 
-    class Condition(threading.Condition):
+    class NotEntered(Condition):
         """One that may be waited for, not entered."""
 
         def __enter__(self) -> bool:
             raise AssertionError("entered on a user's thread")
 
     dispatcher = cluster.dispatcher
-    dispatcher._changed, real = Condition(dispatcher._lock), dispatcher._changed
+    dispatcher._changed, real = NotEntered(dispatcher._lock), dispatcher._changed
     try:
         assert dispatcher.done()
         dispatcher.join(0.0)

@@ -38,6 +38,7 @@ from pscluster.coordinator.links import LOST_CONNECTION, Distrust, PsLink, Worke
 from pscluster.coordinator.observed import Observed
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduler import Scheduler, State, Task
+from pscluster.coordinator.waiting import Condition
 from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
 from pscluster.core.definitions import CapturedFunction, split_off_bulk
 from pscluster.core.errors import (
@@ -254,7 +255,7 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._worker_lease = worker_lease
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Condition(self._lock)
         self._scheduler: Scheduler[Call] = Scheduler(len(workers), max_attempts)
         self._links = [LinkState(peer, asyncio.Event()) for peer in workers]
         self._resources: dict[int, ResourceRecipe] = {}

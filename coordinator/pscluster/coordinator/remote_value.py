@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pscluster.coordinator.waiting import Event
 from pscluster.core.errors import WaitTimeoutError
 from pscluster.core.values import Buffer, HandleResolver, decode
 from pscluster.v1 import value_pb2
@@ -56,7 +57,7 @@ class RemoteValue:
         self._attachments: Sequence[Buffer] = ()
         self._decoded: list[Any] = []
         self._error: Exception | None = None
-        self._event: threading.Event | None = None
+        self._event: Event | None = None
         self.dependents: list[Task[Any]] | None = None  # tasks that take this as an argument
 
     # The coordinator's side; it serialises these calls
@@ -127,7 +128,7 @@ class RemoteValue:
         with _events:
             if self._status is not RemoteValueStatus.NOT_READY:
                 return True
-            event = self._event = self._event or threading.Event()
+            event = self._event = self._event or Event()
         return event.wait(timeout)
 
     def __repr__(self) -> str:

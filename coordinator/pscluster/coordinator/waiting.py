@@ -1,0 +1,38 @@
+"""Waits of the user's threads, which Ctrl-C and SIGTERM end, whenever they come.
+
+Python runs a signal's handler on the main thread, between two of its instructions, and a wait is ended for that when
+the system ends it. One that comes just before the thread begins to wait, or that the system gives to another thread,
+does not: its handler would run when the wait is over, which may be never. So waits are cut into short ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_SECONDS = 0.5
+
+
+def _in_pieces(wait: Callable[[float], bool], timeout: float | None) -> bool:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while deadline is None or (left := deadline - time.monotonic()) > _SECONDS:
+        if wait(_SECONDS):
+            return True
+    return wait(max(left, 0.0))
+
+
+class Condition(threading.Condition):
+    """One whose waits a signal ends."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As the base's: nothing is missed between two pieces, since the lock is held there."""
+        return _in_pieces(super().wait, timeout)
+
+
+class Event(threading.Event):
+    """One whose waits a signal ends."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As the base's."""
+        return _in_pieces(super().wait, timeout)
