@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -567,6 +568,26 @@ def test_in_the_background(manager: CheckpointManager, model: Model, monkeypatch
     assert manager.restore() == manager.latest_checkpoint  # waits for the one that is being written
     assert model.facts() == before
     assert len(manager.checkpoints) == 4
+
+
+def test_closed_while_one_is_written(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a wait the close is not held up, and what was begun is whole all the same once it may go on."""
+    go_on, write = threading.Event(), MarkedCheckpoint.write
+
+    def late(self: MarkedCheckpoint, path: str) -> str:
+        assert go_on.wait(PATIENCE)
+        return write(self, path)
+
+    monkeypatch.setattr(MarkedCheckpoint, "write", late)
+    manager = CheckpointManager(str(tmp_path), strategy=model.strategy, every=3600)
+    future = manager.save(wait=False)
+    manager.close(wait=False)
+    assert not future.done()
+    go_on.set()
+    assert future.result(PATIENCE) == manager.latest_checkpoint
+    with pytest.raises(MisuseError, match="closed"):
+        manager.save(wait=False)
+    manager.close()
 
 
 def test_arguments(model: Model, tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_a_position_is_part_of_a_checkpoint(
     visited: Visited,
     data: DistributedDataset,
     manager: CheckpointManager,
+    gate: Gate,
 ) -> None:
     """In the middle of the second epoch: the restored run visits what was left, and nothing else."""
     step = visited.step()
@@ -198,12 +199,19 @@ def test_a_position_is_part_of_a_checkpoint(
     namesake = coordinator.distribute_dataset(np.arange(EXAMPLES), name="data-1")
     with pytest.raises(errors.MisuseError, match="another dataset named 'data-1' is in use"):
         next(iter(namesake))
+    path = gate.path
+
+    def held(part: Any) -> list[int]:
+        wait_for_file(path)
+        return step(part)  # type: ignore[no-any-return]
+
     for part in parts:
-        coordinator.schedule(step, args=(part,))
+        coordinator.schedule(held, args=(part,))
     with pytest.raises(
         errors.MisuseError, match=r"functions with parts of the dataset 'data-1' have not ended: join\(\)"
     ):
         manager.restore()
+    gate.open()
     coordinator.join(PATIENCE)
     assert visited.all_are(3)
     unfinished = iter(data.repeat(3))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
-from pscluster.coordinator.waiting import Condition, Event
+from pscluster.coordinator.waiting import Condition, Event, result_of, wait_for
 
 PATIENCE = 60.0
 
@@ -27,6 +28,11 @@ def on_condition(timeout: float | None) -> None:
 def on_event(timeout: float | None) -> None:
     """The same."""
     Event().wait(timeout)
+
+
+def on_future(timeout: float | None) -> None:
+    """The same."""
+    result_of(Future(), timeout)
 
 
 @pytest.fixture
@@ -50,7 +56,7 @@ def elsewhere() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("wait", [on_condition, on_event])
+@pytest.mark.parametrize("wait", [on_condition, on_event, on_future])
 @pytest.mark.parametrize("timeout", [None, PATIENCE])
 def test_a_signal_that_another_thread_got(wait: object, timeout: float | None, elsewhere: None) -> None:
     """Its handler runs all the same, long before the time is over."""
@@ -76,3 +82,18 @@ def test_what_waits_is_woken() -> None:
     with condition:
         threading.Timer(0.7, tell).start()
         assert condition.wait()
+
+
+def test_futures() -> None:
+    """What they come to, whatever that is; a wait alone raises nothing."""
+    future: Future[int] = Future()
+    assert not wait_for(future, 0)
+    with pytest.raises(TimeoutError, match=r"not done within 0.6 s"):
+        result_of(future, 0.6)
+    threading.Timer(0.7, future.set_result, (3,)).start()
+    assert result_of(future) == 3
+    failed: Future[int] = Future()
+    failed.set_exception(ValueError("seven"))
+    assert wait_for(failed)
+    with pytest.raises(ValueError, match="seven"):
+        result_of(failed, PATIENCE)

@@ -8,11 +8,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from tests.faults.armed import armed_cluster
 from tests.faults.steps import wait_for
 from tests.faults.support import PATIENCE, until
 from tests.faults.test_coordinator_death import started
 
 from pscluster.coordinator.api import LocalCluster
+from pscluster.core.fault_points import FOLDER_VARIABLE
 
 EXAMPLES, BATCH = 2000, 10
 
@@ -40,6 +42,8 @@ SCRIPT = """
                 note(folder, "enough")
                 if hold < 1000:
                     wait_for(folder, "go on")
+                    if "callback" in sys.argv:
+                        counts.numpy()
 
     def step(numbers):
         counts.scatter_add(IndexedSlices(np.ones(len(numbers), np.int64), numbers))
@@ -131,15 +135,25 @@ def test_it_is_asked_twice(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_the_cluster_is_gone(script: Path, tmp_path: Path) -> None:
-    """Asked to end where no checkpoint can be made any more, it does not wait for its servers as long as a job does."""
-    with (
-        LocalCluster(1, 1, log_level="ERROR", durability="none", max_restarts=0) as cluster,
-        started(cluster, script, tmp_path, 30, 0) as first,
-    ):
-        wait_for(str(tmp_path), "enough")
-        os.kill(cluster.pids["ps", 0], signal.SIGKILL)
-        first.send_signal(signal.SIGTERM)
-        (tmp_path / "go on").touch()
-        assert first.wait(PATIENCE) == 0
+@pytest.mark.parametrize("waiting", ["function", "callback", "checkpoint"])
+def test_the_cluster_is_gone(script: Path, tmp_path: Path, waiting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked to end where no checkpoint can be made any more, it does not wait for its servers as long as a job does.
+
+    Whoever waits for them: a function, a callback in the script's thread, or a checkpoint in the background.
+    """
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "faults"))
+    fault = "chief/coordinator.mark.after=stop@1"
+    with armed_cluster(tmp_path / "faults", 1, 1, durability="none") as armed:
+        if waiting == "checkpoint":
+            armed.arm(fault)
+        with started(armed.cluster, script, tmp_path, 30, 0, waiting) as first:
+            if waiting == "checkpoint":
+                armed.until_struck(fault, calls=False)
+            else:
+                wait_for(str(tmp_path), "enough")
+            os.kill(armed.cluster.pids["ps", 0], signal.SIGKILL)
+            first.send_signal(signal.SIGTERM)
+            (tmp_path / "go on").touch()
+            first.send_signal(signal.SIGCONT)
+            assert first.wait(PATIENCE) == 0
         assert not (tmp_path / "result").exists()

@@ -38,7 +38,7 @@ from pscluster.coordinator.links import LOST_CONNECTION, Distrust, PsLink, Worke
 from pscluster.coordinator.observed import Observed
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduler import Scheduler, State, Task
-from pscluster.coordinator.waiting import Condition
+from pscluster.coordinator.waiting import Condition, result_of
 from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
 from pscluster.core.definitions import CapturedFunction, split_off_bulk
 from pscluster.core.errors import (
@@ -515,7 +515,7 @@ class Dispatcher:
         wanted = list(values)
         with self.paused():
             # On the loop's thread, where no Ctrl-C strikes.
-            return asyncio.run_coroutine_threadsafe(self._withdraw(wanted), self._loop).result()
+            return result_of(asyncio.run_coroutine_threadsafe(self._withdraw(wanted), self._loop))
 
     async def _withdraw(self, values: Sequence[RemoteValue]) -> int:
         tasks = self.tasks_of(values)

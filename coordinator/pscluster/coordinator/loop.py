@@ -12,6 +12,8 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from pscluster.coordinator.waiting import result_of
+
 T = TypeVar("T")
 
 _lock = threading.Lock()
@@ -34,7 +36,7 @@ def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     """Run a coroutine on the loop and wait for it. Not to be called on the loop's own thread."""
     future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
     try:
-        return future.result(timeout)
+        return result_of(future, timeout)
     except BaseException:
         future.cancel()
         raise

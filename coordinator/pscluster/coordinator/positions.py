@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pscluster.coordinator.job_progress import JobProgress
 from pscluster.coordinator.visits import Visits
+from pscluster.coordinator.waiting import result_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.handles import Handle
 
@@ -254,7 +255,7 @@ class Positions:
     def save(self) -> None:
         """Write the positions as they are now."""
         if self._entered:
-            self._writer.submit(self._save).result()
+            result_of(self._writer.submit(self._save))
 
     def _save(self) -> None:
         positions, dispatcher = self._all(), self._strategy.dispatcher

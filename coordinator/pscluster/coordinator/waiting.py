@@ -10,6 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _SECONDS = 0.5
 
@@ -36,3 +40,17 @@ class Event(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         """As the base's."""
         return _in_pieces(super().wait, timeout)
+
+
+def wait_for(future: Future[Any], timeout: float | None = None) -> bool:
+    """Until it has ended, whatever it came to, in a wait that a signal ends. False if it has not."""
+    ended = Event()
+    future.add_done_callback(lambda _: ended.set())
+    return ended.wait(timeout)
+
+
+def result_of(future: Future[T], timeout: float | None = None) -> T:
+    """What it comes to, in a wait that a signal ends. Raises what it raised; TimeoutError."""
+    if not wait_for(future, timeout):
+        raise TimeoutError(f"not done within {timeout:g} s")
+    return future.result()

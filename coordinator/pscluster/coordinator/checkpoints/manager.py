@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -40,6 +40,7 @@ from pscluster.coordinator.job_progress import NAME as PROGRESS
 from pscluster.coordinator.job_progress import TRAINING
 from pscluster.coordinator.observed import Saved
 from pscluster.coordinator.positions import NAME as POSITIONS
+from pscluster.coordinator.waiting import result_of, wait_for
 from pscluster.core.errors import (
     CheckpointError,
     CheckpointMisfitError,
@@ -401,7 +402,7 @@ class CheckpointManager:
             marked = self.checkpoint.mark(number)
             future = self._pending = self._writer.submit(self._write, marked, folder.path_of(self.directory, number))
         if wait:
-            future.result()
+            result_of(future)
         return future
 
     @contextlib.contextmanager
@@ -409,7 +410,7 @@ class CheckpointManager:
         """One after the other, of saves and restores: what is being written is waited for."""
         with self._lock:
             if self._pending is not None:
-                wait([self._pending])  # its own caller is told of its failure
+                wait_for(self._pending)  # its own caller is told of its failure
             yield
 
     def _write(self, marked: MarkedCheckpoint, path: str) -> str:
@@ -476,16 +477,22 @@ class CheckpointManager:
         with self._alone():
             folder.finish(self.directory)
 
-    def close(self) -> None:
-        """No more are made; one that is being written is waited for."""
-        self._end_timer()
-        with self._lock:
-            self._closed = True
-        self._writer.shutdown()
+    def close(self, *, wait: bool = True) -> None:
+        """No more are made.
 
-    def _end_timer(self) -> None:
+        Args:
+            wait: for one that is being written. Otherwise it may yet be, as long as the job's connections are open.
+        """
+        self._end_timer(wait)
+        if wait:
+            with self._lock:
+                self._closed = True
+        self._closed = True
+        self._writer.shutdown(wait)
+
+    def _end_timer(self, wait: bool = True) -> None:
         self._stop.set()
-        if self._timer is not None:
+        if self._timer is not None and wait:
             self._timer.join()
 
     def __enter__(self) -> CheckpointManager:

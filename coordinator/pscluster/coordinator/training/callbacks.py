@@ -71,6 +71,7 @@ class Training:
         stopped: why; shown, and kept in the history.
         failed: it was ended since it makes no sense to go on: backups stay.
         restored: a callback has restored a checkpoint in `on_train_begin`, to go on with.
+        at_once: it was asked twice to end, or there is no hope for an end in order: `close` waits for nothing.
         keep: keeps how far the training is, and what callbacks keep, with the variables: before a checkpoint is made.
         execution: what the logs of `on_train_batch_end` come from.
     """
@@ -81,7 +82,7 @@ class Training:
         self.epoch = self.steps = 0
         self.stop_training = False
         self.stopped = ""
-        self.failed = self.restored = False
+        self.failed = self.restored = self.at_once = False
         self.execution: Execution | None = None
         self.keep: Callable[[], None] = lambda: None
 
@@ -566,7 +567,7 @@ class _Saving(Callback):
 
     def close(self) -> None:
         if self._opened is not None:
-            self._opened.close()
+            self._opened.close(wait=not self.training.at_once)
             self._opened = None
 
 

@@ -296,7 +296,7 @@ class Fit:
         self._training.keep = self._keep
         self._history = History(epochs=epochs, steps=steps)
         self._state = TrainingState(coordinator.strategy, coordinator.trainings_ended + 1)
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(self._hopeless)
         self._pending: deque[tuple[RemoteValue, _Work]] = deque()
         self._line: ProgressLine | None = None
         self._dispatch_seconds = DISPATCH_SECONDS
@@ -325,6 +325,7 @@ class Fit:
             self._history.stopped = self._training.stopped
             return self._history
         finally:
+            self._training.at_once = self._interrupts.handed_on
             self._callbacks.close()
             self._interrupts.hand_on()
 
@@ -555,10 +556,9 @@ class Fit:
                 self._take(value, work)
 
     def _interrupt(self) -> None:
-        with self._interrupts.unless(self._hopeless):
-            self._stop()
-            self._keep()
-            self._callbacks.on_train_interrupted(self._means())
+        self._stop()
+        self._keep()
+        self._callbacks.on_train_interrupted(self._means())
 
     def _hopeless(self) -> str:
         """Why it makes no sense to wait for an end in order: the whole cluster is ending, as a rule."""

@@ -2,7 +2,7 @@
 
 RUNNING --signal--> ASKED     the loop sees it within a moment, lets what runs end, has checkpoints made, and hands
                               the signal on to whoever had it before: a KeyboardInterrupt, as a rule
-ASKED   --signal--> handed on at once
+ASKED   --signal--> handed on at once; so once `hopeless` says that there will be no end in order
 within `at_once`: handed on at once
 """
 
@@ -24,9 +24,14 @@ LOOK_SECONDS = 0.5
 
 
 class Interrupts:
-    """Within the block it has the signals, if that is in the main thread."""
+    """Within the block it has the signals, if that is in the main thread.
 
-    def __init__(self) -> None:
+    Args:
+        hopeless: why it makes no sense to wait for an end in order; empty: it does.
+    """
+
+    def __init__(self, hopeless: Callable[[], str]) -> None:
+        self._hopeless = hopeless
         self.asked: int | None = None
         """The signal that has come."""
         self.handed_on = False
@@ -44,6 +49,7 @@ class Interrupts:
                     self._before[number] = before
                     self._restore.callback(signal.signal, number, before)
                     signal.signal(number, self._handle)
+            self._restore.enter_context(self._watched())
         except BaseException:
             self._restore.close()
             raise
@@ -83,13 +89,12 @@ class Interrupts:
             self._at_once = False
 
     @contextlib.contextmanager
-    def unless(self, hopeless: Callable[[], str]) -> Iterator[None]:
-        """Within the block, which a signal has asked for: once this says why there is no hope, it ends at once, too."""
+    def _watched(self) -> Iterator[None]:
         over = threading.Event()
 
         def watch() -> None:
             while not over.wait(LOOK_SECONDS):
-                if (why := hopeless()) and self.asked in self._before:
+                if self.asked is not None and not self.handed_on and (why := self._hopeless()):
                     logger.error("the training ends at once: %s", why)
                     os.kill(os.getpid(), self.asked)
                     return
