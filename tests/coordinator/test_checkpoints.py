@@ -33,6 +33,7 @@ from pscluster.coordinator import (
     Variable,
     optimizers,
 )
+from pscluster.coordinator import strategy as strategy_module
 from pscluster.coordinator.api import Checkpoint, CheckpointManager, RestoredFrom
 from pscluster.coordinator.checkpoints import manager as manager_module
 from pscluster.coordinator.checkpoints import tools
@@ -588,6 +589,37 @@ def test_closed_while_one_is_written(model: Model, tmp_path: Path, monkeypatch: 
     with pytest.raises(MisuseError, match="closed"):
         manager.save(wait=False)
     manager.close()
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["", "its server is gone"])
+def test_the_job_ends_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool) -> None:
+    """What the script's last line began is whole, though nobody closed the manager; no server, no wait."""
+    begun, go_on, write = threading.Event(), threading.Event(), MarkedCheckpoint.write
+
+    def late(self: MarkedCheckpoint, path: str) -> str:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return write(self, path)
+
+    monkeypatch.setattr(MarkedCheckpoint, "write", late)
+    monkeypatch.setattr(strategy_module, "HOPELESS", 0.1)
+    with running_job(restart=False) as job:
+        with job.strategy.scope():
+            Variable(np.arange(3), name="x")
+        manager = CheckpointManager(str(tmp_path), strategy=job.strategy, every=3600)
+        future = manager.save(wait=False)
+        assert begun.wait(PATIENCE)
+        if gone:
+            job.cluster.kill("ps", 0, timeout=PATIENCE)
+        else:
+            threading.Timer(0.7, go_on.set).start()
+        job.strategy.close()
+        assert future.done() is not gone
+        go_on.set()
+        if not gone:
+            assert future.result() == manager.latest_checkpoint
+        with pytest.raises(MisuseError, match="closed"):
+            manager.save()
 
 
 def test_arguments(model: Model, tmp_path: Path) -> None:

@@ -559,10 +559,6 @@ class ClusterCoordinator:
         """How many workers take functions now."""
         return self._dispatcher.workers_up
 
-    def out_of_reach(self) -> dict[str, float]:
-        """The parameter servers that are waited for, and for how many seconds."""
-        return {str(peer): seconds for peer, seconds in self._dispatcher.out_of_reach()}
-
     def describe(self) -> str:
         """A line for people: what waits, what runs, which workers are missing."""
         return self._dispatcher.describe()

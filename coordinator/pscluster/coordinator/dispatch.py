@@ -34,7 +34,15 @@ import tenacity
 
 from pscluster.coordinator.counts import CoordinatorCounts
 from pscluster.coordinator.distributed import DataPart
-from pscluster.coordinator.links import LOST_CONNECTION, Distrust, PsLink, WorkerConnection, end_job, why_lost
+from pscluster.coordinator.links import (
+    LOST_CONNECTION,
+    Distrust,
+    PsLink,
+    WorkerConnection,
+    end_job,
+    out_of_reach,
+    why_lost,
+)
 from pscluster.coordinator.observed import Observed
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduler import Scheduler, State, Task
@@ -371,11 +379,6 @@ class Dispatcher:
                     raise WaitTimeoutError(f"not evaluated after {timeout:g} s: {self._describe()}")
                 self._changed.wait(left)
 
-    def out_of_reach(self) -> list[tuple[PeerAddress, float]]:
-        """Servers that are, and for how many seconds."""
-        now = time.monotonic()
-        return [(server.peer, now - server.gone_since) for server in self._servers if server.gone_since]
-
     def tasks_of(self, values: Iterable[RemoteValue]) -> list[Task[Call]]:
         """Those that have not ended."""
         wanted = set(map(id, values))
@@ -610,7 +613,7 @@ class Dispatcher:
     def missing(self) -> list[str]:
         """Tasks that are not there."""
         workers = [str(link.peer) for link in self._links if not link.up]
-        return [*(str(peer) for peer, _ in self.out_of_reach()), *workers]
+        return [*map(str, out_of_reach(self._servers)), *workers]
 
     def look(self) -> Look:
         """How all is now. Takes a moment for each worker, whatever is queued."""
@@ -666,7 +669,7 @@ class Dispatcher:
                 lines.append("a checkpoint, or copies of variables, are made: no function is handed out meanwhile")
         lines += [
             f"{peer}: out of reach for {seconds:.0f} s: who reads or updates there waits for it"
-            for peer, seconds in self.out_of_reach()
+            for peer, seconds in out_of_reach(self._servers).items()
         ]
         return "\n".join(lines)
 

@@ -454,3 +454,9 @@ class WorkerConnection:
         if self._stream is not None:
             await asyncio.wait((self.ended,))
         await asyncio.gather(self._channel.close(), self._heart.close())
+
+
+def out_of_reach(servers: Iterable[PsLink]) -> dict[PeerAddress, float]:
+    """Those that are, and for how many seconds."""
+    now = time.monotonic()
+    return {server.peer: now - since for server in servers if (since := server.gone_since)}

@@ -12,7 +12,6 @@ import logging
 import operator
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from pscluster.coordinator.counts import CoordinatorCounts
 from pscluster.coordinator.dispatch import Dispatcher
 from pscluster.coordinator.job_progress import NAME as PROGRESS
 from pscluster.coordinator.job_progress import TRAINING, JobProgress
-from pscluster.coordinator.links import PsLink
+from pscluster.coordinator.links import PsLink, out_of_reach
 from pscluster.coordinator.live_job import LiveJob, continue_job, default_job_name
 from pscluster.coordinator.local_cluster import LocalCluster
 from pscluster.coordinator.observed import Observed
@@ -67,6 +66,7 @@ from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 from pscluster.worker.strategy import Strategy
 
 if TYPE_CHECKING:
+    from pscluster.coordinator.checkpoints import CheckpointManager
     from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
     from pscluster.coordinator.dashboard import Dashboard
 
@@ -74,6 +74,9 @@ logger = logging.getLogger(__name__)
 
 PS_TIMEOUT = 600.0
 """Seconds for which a parameter server that is gone is waited for."""
+
+HOPELESS = 10.0
+"""The same, of a job that is asked to end."""
 
 # Held here until they are closed: a strategy that nobody refers to any more has a job all the same.
 _open: set[ParameterServerStrategy] = set()
@@ -158,6 +161,8 @@ class ParameterServerStrategy(Strategy):
         self._server: RoleServer | None = None
         self._servers: list[PsLink] = []
         self._pages: list[Dashboard] = []
+        self.managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+        """That are open: at the end of the job, what they are writing is waited for."""
 
         self.observed = Observed()
         """What has happened, for who looks on."""
@@ -342,7 +347,12 @@ class ParameterServerStrategy(Strategy):
         return dispatcher
 
     def close(self, reason: str = "the coordinator's script has ended") -> None:
-        """End the job: tell all roles, close all connections. Variables are gone then. Idempotent."""
+        """End the job: tell all roles, close all connections. Variables are gone then. Idempotent.
+
+        A checkpoint that is being written is waited for, unless a server is gone.
+        """
+        for manager in list(self.managers):
+            manager.end()
         with self._lock:
             if self._closed:
                 return
@@ -392,12 +402,14 @@ class ParameterServerStrategy(Strategy):
         """By which the servers know the job."""
         return self._attach_request.job_name
 
-    def out_of_reach(self, server: PeerAddress) -> float:
-        """Seconds for which a parameter server is; 0: it is there."""
-        for link in self._servers:
-            if link.peer == server and link.gone_since:
-                return time.monotonic() - link.gone_since
-        return 0.0
+    def out_of_reach(self) -> dict[PeerAddress, float]:
+        """The parameter servers that are, and for how many seconds."""
+        return out_of_reach(self._servers)
+
+    def hopeless(self) -> str:
+        """Why it makes no sense to wait for an end in order: the whole cluster is ending, as a rule. Empty: it does."""
+        late = [f"{server} is out of reach for {s:.0f} s" for server, s in self.out_of_reach().items() if s > HOPELESS]
+        return ", ".join(late)
 
     def show_until_closed(self, page: Dashboard) -> None:
         """A live page shows this job; it is closed when this is. MisuseError if the job is over."""

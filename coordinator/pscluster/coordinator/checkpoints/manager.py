@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BARRIER_SECONDS = 60.0
+LOOK_SECONDS = 0.5
 
 KEPT = {PROGRESS, POSITIONS, TRAINING}
 """Variables of our own, which a checkpoint has where something was kept."""
@@ -363,6 +364,7 @@ class CheckpointManager:
                 target=self._save_now_and_then, args=(every,), name="checkpoints", daemon=True
             )
             self._timer.start()
+        self.checkpoint.strategy.managers.add(self)
 
     # What there is
 
@@ -489,6 +491,16 @@ class CheckpointManager:
                 self._closed = True
         self._closed = True
         self._writer.shutdown(wait)
+        self.checkpoint.strategy.managers.discard(self)
+
+    def end(self) -> None:
+        """Close it since the job is over: what is being written is waited for, unless a server is gone."""
+        self._end_timer(wait=False)
+        while self._pending is not None and not wait_for(self._pending, LOOK_SECONDS):
+            if why := self.checkpoint.strategy.hopeless():
+                logger.error("the checkpoint that is being written is not waited for: %s", why)
+                break
+        self.close(wait=False)
 
     def _end_timer(self, wait: bool = True) -> None:
         self._stop.set()

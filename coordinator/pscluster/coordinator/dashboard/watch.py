@@ -129,7 +129,7 @@ class Watch:
         strategy = self._strategy()
         if strategy is None:
             return self._text
-        dispatcher = strategy.dispatcher
+        dispatcher, gone = strategy.dispatcher, strategy.out_of_reach()
         seen = Seen(
             now=time.time(),
             clock=time.monotonic(),
@@ -139,7 +139,7 @@ class Watch:
             ended=self._ended,
             look=None if dispatcher is None else dispatcher.look(),
             connected=strategy.connected,
-            servers=[ServerLook(peer, strategy.out_of_reach(peer)) for peer in strategy.tasks if peer.role == "ps"],
+            servers=[ServerLook(peer, gone.get(peer, 0.0)) for peer in strategy.tasks if peer.role == "ps"],
             workers=[peer for peer in strategy.tasks if peer.role == "worker"],
             replies=self._replies,
             asked=self._asked,

@@ -50,9 +50,6 @@ LOOK_SECONDS = 0.05
 SAVE_SECONDS = 10.0
 """So often it is kept how far the training is, within an epoch."""
 
-HOPELESS = 10.0
-"""Behind a signal a server that is gone is waited for no longer than so many seconds."""
-
 
 class _Interruption(Exception):  # noqa: N818  (it is none)
     """A signal has asked for the end; what it raised, if it was handed on."""
@@ -296,7 +293,7 @@ class Fit:
         self._training.keep = self._keep
         self._history = History(epochs=epochs, steps=steps)
         self._state = TrainingState(coordinator.strategy, coordinator.trainings_ended + 1)
-        self._interrupts = Interrupts(self._hopeless)
+        self._interrupts = Interrupts(coordinator.strategy.hopeless)
         self._pending: deque[tuple[RemoteValue, _Work]] = deque()
         self._line: ProgressLine | None = None
         self._dispatch_seconds = DISPATCH_SECONDS
@@ -559,14 +556,6 @@ class Fit:
         self._stop()
         self._keep()
         self._callbacks.on_train_interrupted(self._means())
-
-    def _hopeless(self) -> str:
-        """Why it makes no sense to wait for an end in order: the whole cluster is ending, as a rule."""
-        gone = self._coordinator.out_of_reach()
-        late = [
-            f"{server} is out of reach for {seconds:.0f} s" for server, seconds in gone.items() if seconds > HOPELESS
-        ]
-        return ", ".join(late)
 
     def _give_up(self) -> None:
         """An error: nothing is left running, and the position is what it was."""
