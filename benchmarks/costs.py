@@ -323,8 +323,9 @@ def data_path(batches: int, rounds: int) -> dict[str, dict[str, float]]:
             w.assign_sub(inputs.T @ error * (0.01 / size))
             return float((error**2).mean())
 
-        def with_part(part: Any) -> list[float]:
-            return [train(*batch) for batch in part]
+        def with_part(part: Any) -> float:
+            (loss,) = [train(*batch) for batch in part]  # it has one batch
+            return loss
 
         def with_iterator(iterator: Any) -> float:
             return train(*next(iterator))

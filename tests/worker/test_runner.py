@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -381,9 +382,15 @@ def test_parts_are_dropped_however_their_functions_end() -> None:
         return [int(number) for number in part]
 
     job = make_job(read=lambda part: [int(number) for number in part], block=read_and_block)
-    job._pipelines["5"] = Pipeline(source_of(np.arange(100)), "data", ahead=1)
+
+    def slowly(number: Any) -> Any:
+        time.sleep(0.01)
+        return number
+
+    job._pipelines["5"] = Pipeline(source_of(np.arange(100)), "data", each=(slowly,), ahead=1)
     stream = Stream(job)
     stream.send(1, with_part(1, "read", 0))
+    until(lambda: job.reads_ahead and not job._parts, "it is known that reading takes long")
     stream.send(2, with_part(2, "block", 10))
     assert block.begun.wait(PATIENCE)
     stream.send(3, with_part(3, "nowhere", 20), with_part(4, "read", 30), with_part(5, "read", 40))

@@ -151,8 +151,7 @@ class Call:
     @property
     def skips(self) -> bool:
         """Is it to leave out what it can't read, since others have tried?"""
-        skips = all(part.dataset.on_error == "skip" for part in self.parts)
-        return skips and self.failures >= self.data_retries
+        return self.failures >= self.data_retries and all(part.dataset.on_error == "skip" for part in self.parts)
 
     @property
     def size(self) -> int:
@@ -1186,7 +1185,7 @@ class Dispatcher:
         """Under the lock: it has ended, and with it the visit of its parts."""
         for number, part in enumerate(call.parts):
             part.commit(call.key)
-            skipped = [each for each in outcome.skipped if each.part == number]
+            skipped = [each for each in outcome.skipped if each.part == number] if outcome.skipped else ()
             part.dataset.took(outcome.seconds, outcome.waited, skipped)
 
     def _may_retry(self, index: int, task: Task[Call], what: str, failure: worker_pb2.Failure | None = None) -> bool:

@@ -42,12 +42,13 @@ class DataPart(Handle):
         self.position = position  # None: that it is read does not count as a visit
         self._given = given
         self._number = number  # the workers keep the dataset for as long as somebody has this
+        self._key = f"{number.value}/{given.epoch}/{given.start}/{given.stop}"
         self._entered = False  # some function was given it
 
     @property
     def handle_key(self) -> str:
         """The dataset's number, the epoch, the first place and the one behind the last."""
-        return f"{self._number.value}/{self.epoch}/{self.start}/{self.stop}"
+        return self._key
 
     @property
     def name(self) -> str:

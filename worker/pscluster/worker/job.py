@@ -139,6 +139,11 @@ class Job:
 
     # Parts of distributed datasets
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Does it pay to know early which parts are next?"""
+        return self._reader.is_slow
+
     def expect_parts(self, step: worker_pb2.Step) -> None:
         """A function that waits here will want these: begin to read them."""
         with contextlib.suppress(ProtocolError):  # the step itself will say so

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
 import threading
 import time
 from collections import deque
@@ -40,6 +41,7 @@ _SHORT_SHARE = 1 / 16
 _PAUSE_SECONDS = 1.0  # whatever is longer was no step
 _SMOOTHING = 1 / 32  # one slow element among many, such as the first of a split, counts for what it costs all of them
 _PLACE = re.compile(r"([0-9]{1,20})/([0-9]{1,18})/([0-9]{1,18})/([0-9]{1,18})")
+_OF_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # Linux has it
 _CHECK_SECONDS = 0.1  # so often a function that waits for data looks whether it is to stop
 
 
@@ -152,6 +154,27 @@ class _Fatal:
         self.error = error
 
 
+class _Stopwatch:
+    """How long this thread takes for something, without what passes while others have its processor.
+
+    Where all cores have work a thread that was just woken is soon put off again, for milliseconds: that tells nothing
+    of reading. One that has not slept meanwhile, for its data or for Python's lock, takes its processor time.
+    """
+
+    def __init__(self) -> None:
+        self._slept, self._cpu, self._begin = _times_slept(), time.thread_time(), time.perf_counter()
+
+    def seconds(self) -> float:
+        if self._slept == _times_slept():
+            return time.thread_time() - self._cpu
+        return time.perf_counter() - self._begin
+
+
+def _times_slept() -> float:
+    """This thread; where the system does not say, another number each time."""
+    return time.perf_counter() if _OF_THREAD is None else resource.getrusage(_OF_THREAD).ru_nvcsw
+
+
 class Pace:
     """How long reading takes, and how long it is from one element to the next; smoothed. Under the reader's lock."""
 
@@ -186,7 +209,7 @@ class Reader:
         self._parts: list[Part] = []  # in the order in which they came
         self._paces: dict[str, Pace] = {}  # by dataset
         self._reading = False
-        self._is_slow = False  # is any dataset?
+        self.is_slow = False  # is any dataset?
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -240,14 +263,14 @@ class Reader:
         """Under the lock, which is free meanwhile."""
         self._reading = True
         self._lock.release()
-        begin = time.perf_counter()
+        reading = _Stopwatch()
         try:
             part.read_one()
         finally:
-            took = time.perf_counter() - begin
+            took = reading.seconds()
             self._lock.acquire()
             part.pace.read(took)
-            self._is_slow = part.pace.is_slow() or (
+            self.is_slow = part.pace.is_slow() or (
                 len(self._paces) > 1 and any(map(Pace.is_slow, self._paces.values()))
             )
             self._reading = False
@@ -266,7 +289,7 @@ class Reader:
 
     def _wake(self) -> None:
         """The thread, if there is something for it to do. Under the lock."""
-        if not self._is_slow or self._closed or self._next_wanted() is None:
+        if not self.is_slow or self._closed or self._next_wanted() is None:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="data", daemon=True)

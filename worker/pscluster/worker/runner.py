@@ -5,9 +5,9 @@ are ready, so that no finished function waits for a running one. Functions that 
 wait in the stream; `recall` therefore tells apart, by their position in the order of sending, those that
 were not read yet, those that wait here, the running one and those that have ended.
 
-While a function runs that reads a part of a dataset, or behind one that was long, another thread reads the next message
-of the stream: what comes next is there, and what it needs is read, when the function ends. Not behind a short one,
-since handing a message to another thread costs more than that.
+While a function runs that has a part of a dataset which takes long to read, or behind one that was long, another thread
+reads the next message of the stream: what comes next is there, and what it needs is read, when the function ends. Not
+behind a short one, since handing a message to another thread costs more than that.
 
 Every function that was sent gets exactly one outcome on the stream, or none because the stream ended; in that
 case the coordinator hands it to another worker.
@@ -173,7 +173,7 @@ class Runner:
                 return None
             position, step, received = self._waiting.popleft()
             self._running = self._job.context(function=step.function, attempt=step.attempt, key=step.key)
-            if step.parts or (self._seconds > LONG_SECONDS and not self._waiting):
+            if (step.parts and self._job.reads_ahead) or (self._seconds > LONG_SECONDS and not self._waiting):
                 self._want_next()
             return position, step, received
 

@@ -1,0 +1,65 @@
+"""When a worker reads ahead: where reading takes long by itself."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscluster.core.context import FunctionContext
+from pscluster.worker.parts import Part, Reader, _Stopwatch
+from pscluster.worker.pipelines import Pipeline
+from pscluster.worker.sources import source_of
+
+SECONDS = 0.02
+
+
+def sleep(number: Any) -> Any:
+    """Waits."""
+    time.sleep(SECONDS)
+    return number
+
+
+def work(number: Any) -> Any:
+    """Computes."""
+    until = time.thread_time() + SECONDS
+    while time.thread_time() < until:
+        pass
+    return number
+
+
+@pytest.mark.parametrize("each", [sleep, work])
+def test_reading_that_takes_long(each: Callable[[Any], Any]) -> None:
+    """It is done by a thread of its own, as soon as that is known."""
+    reader = Reader(FunctionContext(function=1, attempt=1, worker_index=0, num_workers=1))
+    try:
+        part = Part("1/0/0/8", Pipeline(source_of(np.arange(8)), "data", each=(each,)), reader)
+        reader.add(part)
+        assert reader._thread is None
+        assert [int(number) for number in part] == list(range(8))
+        part.check_read()
+        reader.close(part)
+        assert reader.is_slow
+        assert reader._thread is not None
+    finally:
+        reader.end()
+        if reader._thread is not None:
+            reader._thread.join()
+
+
+@pytest.mark.skipif(
+    not hasattr(resource, "RUSAGE_THREAD"), reason="elsewhere it is not known whether a thread has slept"
+)
+def test_what_passes_while_others_have_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not count; a sleep does."""
+    hours = 1e4
+    real = time.perf_counter
+    put_off, asleep = _Stopwatch(), _Stopwatch()
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + hours)
+    assert put_off.seconds() < hours
+    time.sleep(0.001)
+    assert asleep.seconds() > hours
