@@ -44,7 +44,7 @@ class Visits:
     def unfinished(self) -> int:
         """The first epoch of which not all was given out."""
         epoch = self.epoch
-        while _size(self._given.get(epoch)) == self.kept:
+        while epoch in self._given and self._given[epoch].covers(0, self.kept):
             epoch += 1
         return epoch
 
@@ -74,9 +74,11 @@ class Visits:
         if epoch < self.epoch:
             return
         self._visited.setdefault(epoch, IntervalSet()).add(start, stop)
-        self._given.setdefault(epoch, IntervalSet()).add(start, stop)  # it may have been released by another function
-        while _size(self._visited.get(self.epoch)) == self.kept:
-            self._visited.pop(self.epoch, None)
+        given = self._given.setdefault(epoch, IntervalSet())
+        if not given.covers(start, stop):  # it was released by another function
+            given.add(start, stop)
+        while self.epoch in self._visited and self._visited[self.epoch].covers(0, self.kept):
+            self._visited.pop(self.epoch)
             self._given.pop(self.epoch, None)
             self.epoch += 1
 

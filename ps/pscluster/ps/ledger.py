@@ -52,9 +52,13 @@ class IntervalSet:
             else:
                 self._starts[place] = stop
 
+    def covers(self, start: int, stop: int) -> bool:
+        """Are start, ..., stop - 1 in it, of which there is one at least?"""
+        place = bisect_right(self._starts, start) - 1
+        return place >= 0 and stop <= self._stops[place]
+
     def __contains__(self, number: int) -> bool:
-        place = bisect_right(self._starts, number) - 1
-        return place >= 0 and number < self._stops[place]
+        return self.covers(number, number + 1)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(self._starts, self._stops, strict=True)

@@ -162,7 +162,7 @@ class Runner:
                     self._give_back(position, step.function)
                 else:
                     self._waiting.append((position, step, now))
-                    if step.parts:
+                    if step.parts and self._job.reads_ahead:
                         self._job.expect_parts(step)
             self._reading = False  # at once with what came: whoever runs that may want the next message already
             self._condition.notify_all()
