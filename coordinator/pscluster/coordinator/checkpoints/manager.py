@@ -486,10 +486,8 @@ class CheckpointManager:
             wait: for one that is being written. Otherwise it may yet be, as long as the job's connections are open.
         """
         self._end_timer(wait)
-        if wait:
-            with self._lock:
-                self._closed = True
-        self._closed = True
+        with self._lock if wait else contextlib.nullcontext():  # a save has it
+            self._closed = True
         self._writer.shutdown(wait)
         self.checkpoint.strategy.managers.discard(self)
 
