@@ -48,6 +48,7 @@ from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduler import Scheduler, State, Task
 from pscluster.coordinator.waiting import Condition, result_of
 from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
+from pscluster.core.data_plane.client import DataPort
 from pscluster.core.definitions import CapturedFunction, split_off_bulk
 from pscluster.core.errors import (
     CancelledError,
@@ -189,6 +190,10 @@ class LinkState:
     overdue: int = 0  # the number of one that has run too long, and was asked to stop
     doomed: asyncio.Event = field(default_factory=asyncio.Event)  # it has not stopped
     why: str = "not connected yet"
+    data: DataPort = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.data = DataPort(str(self.peer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -856,7 +861,9 @@ class Dispatcher:
         distrust = Distrust(link.peer)
         async for attempt in retrying:
             with attempt:
-                connection = WorkerConnection(link.peer, self._metadata, functools.partial(self._take, index))
+                connection = WorkerConnection(
+                    link.peer, self._metadata, functools.partial(self._take, index), link.data
+                )
                 link.connection, link.known, link.built, link.leaving = connection, {}, set(), False
                 link.sent = link.overdue = 0
                 link.doomed.clear()

@@ -25,6 +25,7 @@ import tenacity
 
 from pscluster.coordinator.observed import Observed
 from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_aio_channel, open_channel, why_untrusted
+from pscluster.core.data_plane.client import DataPort
 from pscluster.core.errors import (
     BusyError,
     PsClusterError,
@@ -296,15 +297,18 @@ class WorkerConnection:
         peer: PeerAddress,
         metadata: Metadata,
         take: Callable[[WorkerConnection, Sequence[worker_pb2.Outcome]], None],
+        data: DataPort | None = None,
     ) -> None:
         """Nothing is dialled yet.
 
         Args:
             take: is given outcomes as they come, on the stream's thread; what it raises ends the stream.
+            data: the worker's, which functions go over if it can be reached.
         """
         self.peer = peer
         self._metadata = metadata
         self._take = take
+        self._data = data or DataPort(str(peer))
         self._channel = open_aio_channel(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
         self._worker = Stub(self._channel, WORKER_SERVICE)
@@ -329,7 +333,9 @@ class WorkerConnection:
         if event is grpc.aio.EOF:
             raise UnavailableError(f"{self.peer} ended the attachment")
         self.incarnation = event.incarnation
-        self._stream = open_stream(self._steps_channel, _STEPS, self._metadata)
+        self._data.learn(self.peer, event)
+        direct = await asyncio.to_thread(self._data.open_prompt, _STEPS, self._metadata)
+        self._stream = direct or open_stream(self._steps_channel, _STEPS, self._metadata)
         self._stream.send(worker_pb2.StepsRequest(incarnation=self.incarnation).SerializeToString())
         name = f"outcomes-{self.peer.index}"
         arguments = (self._stream, asyncio.get_running_loop())
@@ -452,6 +458,7 @@ class WorkerConnection:
             self._attached.cancel()
         self._steps_channel.close()  # with all that its thread may wait for
         if self._stream is not None:
+            self._stream.cancel()
             await asyncio.wait((self.ended,))
         await asyncio.gather(self._channel.close(), self._heart.close())
 

@@ -70,7 +70,7 @@ class Server:
             own = self._spec.task_address("ps", self._index)
             in_flight_mib, roots = bounds_of_environ()
             keeping = durability_options(self._index, own)
-            serve = serve_ps(self._index, self._address, self._options, in_flight_mib, keeping, roots)
+            serve = serve_ps(self._index, self._address, self._options, in_flight_mib, keeping, roots, own or "")
         else:
             serve = serve_worker(self._index, self._address, self._spec, self._options)
         run_role(self._role, self._index, self._options, serve)

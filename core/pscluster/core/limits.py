@@ -48,6 +48,9 @@ MAX_CONNECTIONS = 8192
 HANDSHAKE_SECONDS = 10.0
 """For a new connection to say that it speaks HTTP/2 (and TLS): as long as a client tries."""
 
+MAX_CALL_BYTES = 64 << 10
+"""Of what opens a call on the data plane: its method and its metadata."""
+
 _DESCRIPTORS = 10240
 """What every system allows a process to have."""
 
@@ -70,6 +73,11 @@ def connections() -> int:
     """How many connections a role takes: a quarter of the descriptors, at least, is for its files and its own calls."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft * 3 // 4))
+
+
+def data_connections() -> int:
+    """How many connections the data plane takes of them. Whoever finds no place stays with gRPC."""
+    return max(1, connections() // 4)
 
 
 def server_options() -> tuple[tuple[str, int], ...]:

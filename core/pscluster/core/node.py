@@ -154,13 +154,14 @@ class NodeService:
         self._streams = _Streams()
         self._started = time.monotonic()
         self.metrics_address = ""
+        self.data_port, self.address = 0, ""
         if role.kept_job:
             self._wait_for_coordinator(role.kept_job, 0)
 
     def hello(self, request: node_pb2.HelloRequest, _context: grpc.ServicerContext) -> node_pb2.HelloReply:
         """The handshake."""
         check_version(request.identity, self.identity)
-        reply = node_pb2.HelloReply(identity=self.identity)
+        reply = node_pb2.HelloReply(identity=self.identity, data_port=self.data_port, address=self.address)
         self._role.introduce(reply)
         with self._lock:
             reply.holder = self._attachment.holder if self._attachment.held else ""
@@ -204,6 +205,7 @@ class NodeService:
                     others.set()  # of a coordinator whose job is taken over
             number = self._attachment.number
             event = node_pb2.AttachEvent(kind=node_pb2.AttachEvent.ATTACHED, identity=self.identity)
+            event.data_port, event.address = self.data_port, self.address
             event.incarnation = self._role.attached(request)
             self._role.account(event)
             self._streams.open.add(over)

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +32,8 @@ from pscluster.core import fault_points
 from pscluster.core.access import RoleInterceptor
 from pscluster.core.channels import NODE_SERVICE, SERVER_OPTIONS
 from pscluster.core.cluster import Task, TFConfig, is_loopback, split_address
+from pscluster.core.data_plane.connection import supported
+from pscluster.core.data_plane.server import DataServer
 from pscluster.core.doorkeeper import Doorkeeper
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.limits import connections, raise_descriptor_limit, server_options
@@ -82,6 +84,7 @@ class RoleOptions:
     log_level: str = "INFO"
     metrics_port: int | None = 0  # None: no metrics are served
     metrics_host: str = _LOOPBACK
+    data_port: int | None = 0  # None: there is no data plane
     allow_pickle: bool | None = None
     functions_from: tuple[str, ...] = ()
     log_format: str = "text"
@@ -97,13 +100,17 @@ METRICS_PORT_VARIABLE = "PSCLUSTER_METRICS_PORT"
 METRICS_HOST_VARIABLE = "PSCLUSTER_METRICS_HOST"
 
 
-def metrics_port_of(text: str) -> int | None:
-    """The port that the text names, 0 for any free one; None for "off". ConfigurationError if it names neither."""
+def _port_or_off(text: str, what: str) -> int | None:
     if text == "off":
         return None
     if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
-        raise ConfigurationError(f"the port for metrics is {text!r}; give one from 1 to 65535, 0 (any free one) or off")
+        raise ConfigurationError(f"{what} is {text!r}; give one from 1 to 65535, 0 (any free one) or off")
     return int(text)
+
+
+def metrics_port_of(text: str) -> int | None:
+    """The port that the text names, 0 for any free one; None for "off". ConfigurationError if it names neither."""
+    return _port_or_off(text, "the port for metrics")
 
 
 metrics_port_option = click.option(
@@ -117,6 +124,26 @@ metrics_port_option = click.option(
 )
 
 
+DATA_PORT_VARIABLE = "PSCLUSTER_DATA_PORT"
+
+
+def data_port_of(text: str) -> int | None:
+    """The port that the text names, 0 for any free one; None for "off". ConfigurationError if it names neither."""
+    return _port_or_off(text, "the data port")
+
+
+data_port_option = click.option(
+    "--data-port",
+    metavar="PORT|off",
+    callback=lambda _context, _option, value: data_port_of(value),
+    envvar=DATA_PORT_VARIABLE,
+    default="0",
+    show_default="0: any free one",
+    help="Where functions, reads and updates go faster than over gRPC, for who can reach it; none with TLS. "
+    f"Or ${DATA_PORT_VARIABLE}.",
+)
+
+
 def options_of_environ(environ: Mapping[str, str] = os.environ, role: str = "coordinator") -> RoleOptions:
     """What the environment says, for this role. ConfigurationError if that can't be used."""
     return RoleOptions(
@@ -126,6 +153,7 @@ def options_of_environ(environ: Mapping[str, str] = os.environ, role: str = "coo
         open_health=is_set(OPEN_HEALTH_VARIABLE, environ),
         metrics_port=metrics_port_of(environ.get(METRICS_PORT_VARIABLE) or "0"),
         metrics_host=environ.get(METRICS_HOST_VARIABLE) or _LOOPBACK,
+        data_port=data_port_of(environ.get(DATA_PORT_VARIABLE) or "0"),
     )
 
 
@@ -346,7 +374,8 @@ class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
 class RoleServer:
     """The gRPC server of a role: its own services, the node service and the standard health check.
 
-    With `telemetry`, its figures are served, too.
+    With `telemetry`, its figures are served, too. Its own services are served on a data plane besides, for those who
+    know it by its own address: where it listens, unless `own` says otherwise.
     """
 
     def __init__(
@@ -358,6 +387,7 @@ class RoleServer:
         options: RoleOptions,
         on_job_end: Callable[[], None] = lambda: None,
         telemetry: Telemetry | None = None,
+        own: str = "",
     ) -> None:
         self._serving = False
         self._metrics: MetricsServer | None = None
@@ -398,8 +428,32 @@ class RoleServer:
             self._metrics = serve_metrics(telemetry, options)
             self.node.metrics_address = self._metrics.address if self._metrics is not None else ""
         self._doorkeeper = Doorkeeper(self.port, connections())
+        self._data: DataServer | None = None
+        if services and options.data_port is not None and options.tls is None and supported():
+            self._data = self._serve_data(address, options.data_port, services.values(), interceptors)
+            host, _ = split_address(address)
+            self.node.data_port, self.node.address = self._data.port, own or f"{host}:{self.port}"
         self._server.start()
         self._doorkeeper.start()
+
+    @staticmethod
+    def _serve_data(
+        address: str,
+        port: int,
+        services: Iterable[tuple[ServiceDescriptor, object]],
+        interceptors: Sequence[grpc.ServerInterceptor],
+    ) -> DataServer:
+        host, _ = split_address(address)
+        handlers = [generic_handler(descriptor, servicer) for descriptor, servicer in services]
+        refusals = [gate.refusal for gate in interceptors if isinstance(gate, TokenInterceptor)]
+        try:
+            server = DataServer(host, port, handlers, interceptors, refusals)
+        except OSError as error:
+            raise PsClusterError(
+                f"can't listen on port {port} of {host} for data: {error.strerror}; give another one with --data-port"
+            ) from None
+        server.start()
+        return server
 
     def _greet(self, peer: str) -> None:
         self._doorkeeper.greet(peer)
@@ -427,6 +481,8 @@ class RoleServer:
         """Refuse new calls, give the running ones `grace` seconds, close."""
         self._doorkeeper.stop()
         self._server.stop(grace).wait()
+        if self._data is not None:
+            self._data.stop()
         if self._metrics is not None:
             self._metrics.close()
 

@@ -36,7 +36,7 @@ try:
 except ImportError:  # grpc is built otherwise one day
     cygrpc = None
 
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
+CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class StreamEndedError(grpc.RpcError):
@@ -222,7 +222,7 @@ class DirectStream:
                 elif kind == cygrpc.OperationType.receive_status_on_client:
                     details = operation.details()
                     text = details.decode(errors="replace") if isinstance(details, bytes) else str(details or "")
-                    code = _CODES.get(operation.code(), grpc.StatusCode.UNKNOWN)
+                    code = CODES.get(operation.code(), grpc.StatusCode.UNKNOWN)
                     self._ended = code, text, operation.trailing_metadata()
                     self._outbox.clear()
         return operations

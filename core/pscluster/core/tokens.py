@@ -160,7 +160,7 @@ class TokenInterceptor(grpc.ServerInterceptor):
 
         # Whatever the method: of a stream of requests nothing is read before it is asked for, and so of a stranger's
         # call nothing but its head, and no thread waits for the rest. A status alone is an answer of every arity.
-        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(refuse)
+        self.refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(refuse)
 
     def intercept_service(
         self,
@@ -177,4 +177,4 @@ class TokenInterceptor(grpc.ServerInterceptor):
         handler = continuation(details)
         if handler is not None and self._open_health is not None and details.method == PATH:
             return self._open_health.handler(handler)
-        return None if handler is None else self._refuse
+        return None if handler is None else self.refusal

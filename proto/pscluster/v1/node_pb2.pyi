@@ -28,20 +28,24 @@ class HelloRequest(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("identity", "holding", "lineage", "epoch", "job_name", "holder")
+    __slots__ = ("identity", "holding", "lineage", "epoch", "job_name", "holder", "data_port", "address")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     HOLDING_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     holding: int
     lineage: int
     epoch: int
     job_name: str
     holder: str
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., holding: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
+    data_port: int
+    address: str
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., holding: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("busiest", "recorded")
@@ -218,7 +222,7 @@ class AttachRequest(_message.Message):
     def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., holding: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., holdings: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ...) -> None: ...
 
 class AttachEvent(_message.Message):
-    __slots__ = ("kind", "identity", "incarnation", "restored", "missing_rules")
+    __slots__ = ("kind", "identity", "incarnation", "restored", "missing_rules", "data_port", "address")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[AttachEvent.Kind]
@@ -232,12 +236,16 @@ class AttachEvent(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     MISSING_RULES_FIELD_NUMBER: _ClassVar[int]
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     kind: AttachEvent.Kind
     identity: Identity
     incarnation: int
     restored: str
     missing_rules: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, kind: _Optional[_Union[AttachEvent.Kind, str]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., incarnation: _Optional[int] = ..., restored: _Optional[str] = ..., missing_rules: _Optional[_Iterable[int]] = ...) -> None: ...
+    data_port: int
+    address: str
+    def __init__(self, kind: _Optional[_Union[AttachEvent.Kind, str]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., incarnation: _Optional[int] = ..., restored: _Optional[str] = ..., missing_rules: _Optional[_Iterable[int]] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class EndJobRequest(_message.Message):
     __slots__ = ("job", "reason")

@@ -41,7 +41,7 @@ from pscluster.core.errors import (
     is_retryable,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import Buffer, FrameMessage, pack, padding, pieces, unpack, view
+from pscluster.core.frames import Buffer, FrameMessage, pack, padding, parts_of, pieces, unpack, view
 from pscluster.core.rpc import Stub
 from pscluster.core.telemetry.recording import SESSION_HEADER, Asked
 from pscluster.ps.connections import Server, Session, new_session
@@ -485,7 +485,7 @@ class PsClient:
         def attempt() -> None:
             sink, name, begin, received = _Sink(whole), new_session(), time.monotonic(), 0
             metadata, question = (*server.metadata, (SESSION_HEADER, name)), pack(request, buffers)
-            for data in server.bulk.pull(question, metadata=metadata, timeout=timeout):
+            for data in server.pull(question, metadata, timeout):
                 received += len(data)
                 sink.add(*unpack(data, ps_pb2.Reply))
             sink.check_full()
@@ -591,19 +591,19 @@ class PsClient:
         request.total_bytes = total
         timeout += self._timeout + total / _SLOWEST_BYTES_PER_SECOND
 
-        def frames() -> Iterator[bytes]:
+        def frames() -> Iterator[Sequence[Buffer]]:
             head, sent = request, 0
             for group in pieces(buffers):
                 sent += sum(map(len, group))
                 head.last = sent == total
-                yield pack(head, group)
+                yield parts_of(head, group)
                 head = ps_pb2.Request()
             if not total:
-                yield pack(ps_pb2.Request(create=request.create, last=True))
+                yield parts_of(ps_pb2.Request(create=request.create, last=True))
 
         def attempt() -> ps_pb2.Reply:
             request.last = False
-            data = server.bulk.push(frames(), metadata=metadata, timeout=timeout)
+            data = server.push(frames(), metadata, timeout)
             return unpack(data, ps_pb2.Reply)[0]
 
         if not patient:

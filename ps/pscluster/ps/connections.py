@@ -1,37 +1,56 @@
-"""Connections to the parameter servers: channels, and sessions, the streams that small requests go over."""
+"""Connections to the parameter servers: channels, the data plane, and sessions, the streams of small requests.
+
+Reads and updates go over a server's data plane, if it has one that can be reached, else over gRPC. Where it is, the
+server says at every handshake: another process of it has another port.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import grpc
 from grpc.experimental import ChannelOptions
 
 from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_channel, say_hello
-from pscluster.core.errors import PSUnavailableError, UnavailableError
+from pscluster.core.data_plane.client import DataPort, DataStream
+from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, UnavailableError
+from pscluster.core.frames import Buffer
 from pscluster.core.identity import fresh_id
 from pscluster.core.rpc import Stub
-from pscluster.core.streams import Stream, open_stream
+from pscluster.core.streams import Metadata, Stream, StreamEndedError, open_stream
 from pscluster.core.telemetry.recording import SESSION_HEADER
 from pscluster.ps.wire import SERVICE
 from pscluster.v1 import node_pb2
 
-_SESSION = f"/{SERVICE.full_name}/Session"
+_SESSION, _PULL, _PUSH = (f"/{SERVICE.full_name}/{name}" for name in ("Session", "Pull", "Push"))
+
+
+class _Watched(Protocol):
+    """What may overstay."""
+
+    deadline: float
+
+    def give_up(self) -> None:
+        """End it, while the thread that uses it waits."""
+        ...
 
 
 class _Watchdog:
     """Cancels exchanges that overstay: a read on a stream has no timeout of its own."""
 
     def __init__(self) -> None:
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[_Watched] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def watch(self, session: Session) -> None:
+    def watch(self, exchange: _Watched) -> None:
         with self._lock:
-            self._sessions.add(session)
+            self._watched.add(exchange)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="session-watchdog", daemon=True)
                 self._thread.start()
@@ -41,9 +60,9 @@ class _Watchdog:
             time.sleep(0.5)
             now = time.monotonic()
             with self._lock:
-                late = [session for session in self._sessions if session.deadline < now]
-            for session in late:
-                session.give_up()
+                late = [exchange for exchange in self._watched if exchange.deadline < now]
+            for exchange in late:
+                exchange.give_up()
 
 
 _watchdog = _Watchdog()
@@ -57,9 +76,10 @@ def new_session() -> str:
 class Session:
     """One stream of request and reply in turn, used by one thread at a time."""
 
-    def __init__(self, stream: Stream, name: str = "") -> None:
+    def __init__(self, stream: Stream, name: str = "", *, direct: bool = False) -> None:
         self._stream = stream
         self.name = name
+        self.direct = direct  # on the data plane
         self.nth = 0  # of the request that was sent last
         self.begin = 0.0  # when it was
         self.deadline = float("inf")
@@ -94,6 +114,34 @@ class Session:
         self._stream.close()
 
 
+class _Transfer:
+    """One large read or update on the data plane, by one thread."""
+
+    def __init__(self, stream: DataStream, timeout: float) -> None:
+        self.stream = stream
+        self.deadline = time.monotonic() + timeout
+        self._given_up = False
+        _watchdog.watch(self)
+
+    def replies(self) -> Iterator[bytes]:
+        """What the server answers, to the end of the call."""
+        while True:
+            try:
+                data = self.stream.receive()
+            except StreamEndedError as error:
+                if self._given_up:
+                    raise UnavailableError("no answer came in time") from None
+                if error.code() is grpc.StatusCode.OK:
+                    return
+                raise
+            yield data
+
+    def give_up(self) -> None:
+        """By the watchdog."""
+        self._given_up = True
+        self.stream.cancel()
+
+
 class Server:
     """One parameter server: its channels and idle sessions."""
 
@@ -104,6 +152,8 @@ class Server:
         self.metadata = metadata
         self._idle: list[Session] = []
         self._lock = threading.Lock()
+        self._data = DataPort(str(peer))
+        self._greeted = False
         self._open()
 
     def _open(self) -> None:
@@ -115,11 +165,67 @@ class Server:
         self.bulk = Stub(self._bulk, SERVICE)
 
     def take_session(self) -> Session:
+        """An idle one, or a new one. What is wrong with the server, its use tells."""
+        direct, stale, found = self._has_data(), list[Session](), None
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            while found is None and self._idle:
+                session = self._idle.pop()
+                if session.direct or not direct:
+                    found = session
+                else:
+                    stale.append(session)  # of a time at which the data plane could not be reached
+        for session in stale:
+            session.close()
+        if found is not None:
+            return found
         name = new_session()
-        return Session(open_stream(self._control, _SESSION, (*self.metadata, (SESSION_HEADER, name))), name)
+        metadata = (*self.metadata, (SESSION_HEADER, name))
+        stream = self._data.open(_SESSION, metadata) if direct else None
+        if stream is not None:
+            return Session(stream, name, direct=True)
+        return Session(open_stream(self._control, _SESSION, metadata), name)
+
+    def _has_data(self) -> bool:
+        """Is there a data plane to be used? Asks the server, the first time."""
+        if not self._greeted:
+            with contextlib.suppress(PsClusterError):
+                self.hello()
+        return self._data.usable()
+
+    @contextlib.contextmanager
+    def _transfer(self, path: str, metadata: Metadata, timeout: float) -> Iterator[_Transfer | None]:
+        """A call on the data plane, if there is one."""
+        stream = self._data.open(path, metadata) if self._has_data() else None
+        if stream is None:
+            yield None
+            return
+        try:
+            yield _Transfer(stream, timeout)
+        finally:
+            self._data.give_back(stream)
+
+    def pull(self, question: bytes, metadata: Metadata, timeout: float) -> Iterator[bytes]:
+        """A large read: the frames of the answer. grpc.RpcError, or ours, for whatever goes wrong."""
+        with self._transfer(_PULL, metadata, timeout) as transfer:
+            if transfer is None:
+                yield from self.bulk.pull(question, metadata=metadata, timeout=timeout)
+                return
+            transfer.stream.send_parts((question,), last=True)
+            yield from transfer.replies()
+
+    def push(self, frames: Iterator[Sequence[Buffer]], metadata: Metadata, timeout: float) -> bytes:
+        """A large update, in frames of parts: the answer. Raises as `pull`."""
+        with self._transfer(_PUSH, metadata, timeout) as transfer:
+            if transfer is None:
+                data: bytes = self.bulk.push(map(b"".join, frames), metadata=metadata, timeout=timeout)
+                return data
+            for parts in frames:
+                transfer.stream.send_parts(parts)
+            transfer.stream.end()
+            replies = list(transfer.replies())
+        if len(replies) != 1:
+            raise ProtocolError(f"{len(replies)} answers to one update")
+        return replies[0]
 
     def give_back(self, session: Session) -> None:
         with self._lock:
@@ -131,7 +237,10 @@ class Server:
         with self._lock:
             if generation > self._generation:
                 self._open()  # with the renewed certificate; what is under way on the old channels ends there
-        return say_hello(self._control, self.peer, self._identity, self.metadata)
+        reply = say_hello(self._control, self.peer, self._identity, self.metadata)
+        self._data.learn(self.peer, reply)
+        self._greeted = True
+        return reply
 
     def check_holding(self) -> None:
         """PSUnavailableError if it no longer holds what it held. UnavailableError if nobody answers."""
@@ -147,6 +256,7 @@ class Server:
             idle, self._idle = self._idle, []
         for session in idle:
             session.close()
+        self._data.drop()
 
     def close(self) -> None:
         self.drop_sessions()

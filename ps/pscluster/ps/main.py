@@ -18,6 +18,7 @@ from pscluster.core.serving import (
     RoleOptions,
     RoleServer,
     StopRequest,
+    data_port_option,
     listen_address,
     own_task,
     role_options,
@@ -57,8 +58,9 @@ def serve_ps(
     in_flight_mib: int = DEFAULT_MIB,
     durability: DurabilityOptions | None = None,
     checkpoint_roots: Sequence[str] = (),
+    own: str = "",
 ) -> Callable[[StopRequest], Callable[[], None]]:
-    """What `run_role` starts: a parameter server that listens on `address`."""
+    """What `run_role` starts: a parameter server that listens on `address`, and that others know as `own`."""
 
     def serve(stop: StopRequest) -> Callable[[], None]:
         settle_trust(address, options)
@@ -72,6 +74,7 @@ def serve_ps(
             options,
             on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
             telemetry=ServerTelemetry(role, service.budget),
+            own=own,
         )
         server.ready()
         logger.info("parameter server %d serving on %s", index, address)
@@ -159,6 +162,7 @@ def durability_options(
     metavar="DIRECTORY",
     help="Write and read checkpoints inside of this directory (or URL) only; may be given again. Default: anywhere.",
 )
+@data_port_option
 @role_options
 def command(
     options: RoleOptions,
@@ -174,7 +178,8 @@ def command(
     own = config.cluster.task_address("ps", index)
     address = listen_address(own, options)
     keeping = durability_options(index, own, durability, state_dir, snapshot_seconds, fsync=fsync)
-    run_role("ps", index, options, serve_ps(index, address, options, in_flight_mib, keeping, checkpoint_roots))
+    serve = serve_ps(index, address, options, in_flight_mib, keeping, checkpoint_roots, own or "")
+    run_role("ps", index, options, serve)
 
 
 def main() -> None:

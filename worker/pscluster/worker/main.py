@@ -17,6 +17,7 @@ from pscluster.core.serving import (
     RoleOptions,
     RoleServer,
     StopRequest,
+    data_port_option,
     listen_address,
     own_task,
     role_options,
@@ -88,6 +89,7 @@ def serve_worker(
             options,
             on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
             telemetry=WorkerTelemetry(role, asked),
+            own=cluster.task_address("worker", index) or "",
         )
 
         def close() -> None:
@@ -115,6 +117,7 @@ def serve_worker(
 
 
 @click.command("worker", help="Run a worker: the task that TF_CONFIG names.")
+@data_port_option
 @role_options
 def command(options: RoleOptions) -> None:
     """Run this process' task."""

@@ -1,0 +1,221 @@
+"""The client's side of the data plane: connections to one role, and the streams of calls over them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from pscluster.core.channels import PeerAddress
+from pscluster.core.cluster import split_address
+from pscluster.core.data_plane.connection import ClosedError, Connection, Kind, Packet, as_buffers, supported
+from pscluster.core.errors import ProtocolError
+from pscluster.core.frames import Buffer
+from pscluster.core.streams import CODES, Metadata, StreamEndedError
+from pscluster.v1 import data_plane_pb2, node_pb2
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 2.0
+"""So long it is tried to reach the port: whoever is behind a firewall that drops packets waits as long, once."""
+
+AVOID_SECONDS = 60.0
+"""So long a port that could not be reached is not tried again."""
+
+
+class DataStream:
+    """A call over a connection of the data plane; see `streams.Stream`. Sending waits for room on the connection."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        path: str,
+        metadata: Metadata,
+        on_full: Callable[[str], None] = lambda _why: None,
+    ) -> None:
+        pairs = [data_plane_pb2.DataMetadata(key=key, value=value) for key, value in metadata]
+        self._call: bytes | None = data_plane_pb2.DataCall(path=path, metadata=pairs).SerializeToString()
+        self._connection = connection
+        self._on_full = on_full
+        self._ended = False
+        self.reusable: Connection | None = None  # the connection, once the call is over and another may follow
+
+    def send(self, data: bytes) -> None:
+        """Send a message, the first one with the call. What is wrong with the connection, `receive` raises."""
+        self.send_parts((data,))
+
+    def send_parts(self, parts: Sequence[Buffer], *, last: bool = False) -> None:
+        """Send a message of these parts, which are not joined before; nothing behind it, if it is the last."""
+        packets: list[Packet] = [(Kind.MESSAGE, parts)]
+        if last:
+            packets.append((Kind.END, ()))
+            self._ended = True
+        self._send(packets)
+
+    def end(self) -> None:
+        """Nothing more will be sent."""
+        self._ended = True
+        self._send([(Kind.END, ())])
+
+    def _send(self, packets: list[Packet]) -> None:
+        if self._call is not None:
+            packets.insert(0, (Kind.CALL, (self._call,)))
+            self._call = None
+        try:
+            self._put(packets)
+        except OSError:
+            self._connection.shut()  # what the server said before it broke off can still be read
+
+    def _put(self, packets: Sequence[Packet]) -> None:
+        """OSError if the connection is broken."""
+        self._connection.send(*packets)
+
+    def receive(self) -> bytes:
+        """Wait for a message. StreamEndedError once the call has ended."""
+        try:
+            kind, body = self._connection.receive()
+        except ClosedError:
+            raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the connection was closed") from None
+        except ProtocolError as error:
+            raise StreamEndedError(grpc.StatusCode.INTERNAL, str(error)) from None
+        except OSError as error:
+            raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, f"the connection broke: {error}") from None
+        if kind is Kind.MESSAGE:
+            return body
+        if kind is not Kind.STATUS:
+            raise StreamEndedError(grpc.StatusCode.INTERNAL, "the server sent what only clients send")
+        if self._ended:
+            self.reusable = self._connection
+        status = data_plane_pb2.DataStatus.FromString(body)
+        code = CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not status.trailing:  # no error of the method's
+            self._on_full(status.details)
+            code = grpc.StatusCode.UNAVAILABLE
+        raise StreamEndedError(code, status.details, tuple((pair.key, pair.value) for pair in status.trailing))
+
+    def cancel(self) -> None:
+        """The thread that waits sees the end."""
+        self._connection.shut()
+
+    def close(self) -> None:
+        """By the thread that receives, or while none does."""
+        self._connection.shut()
+        self._connection.close()
+
+
+class PromptStream(DataStream):
+    """A stream on which sending never waits, by any thread: what there is no room for waits in memory, for a thread."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        path: str,
+        metadata: Metadata,
+        on_full: Callable[[str], None] = lambda _why: None,
+    ) -> None:
+        super().__init__(connection, path, metadata, on_full)
+        self._lock = threading.Lock()
+        self._backlog: deque[bytes] = deque()
+        self._flushing = False
+
+    def _put(self, packets: Sequence[Packet]) -> None:
+        with self._lock:
+            if self._flushing:
+                self._backlog.append(b"".join(as_buffers(packets)))
+            elif left := self._connection.start_to_send(*packets):
+                self._backlog.append(left)
+                self._flushing = True
+                threading.Thread(target=self._flush, name="data-send", daemon=True).start()
+
+    def _flush(self) -> None:
+        while True:
+            with self._lock:
+                if not self._backlog:
+                    self._flushing = False
+                    return
+                data = self._backlog.popleft()
+            try:
+                self._connection.finish(data)
+            except OSError:  # nothing more will arrive; who receives is told
+                self._connection.shut()
+                return
+
+
+class DataPort:
+    """One role's data plane, as a client has it: where it is, and the connections that no call uses. Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._where: tuple[str, int] | None = None
+        self._idle: list[Connection] = []
+        self._avoid_until = 0.0
+
+    def learn(self, peer: PeerAddress, said: node_pb2.HelloReply | node_pb2.AttachEvent) -> None:
+        """Where it is, as the role itself has said to who dialled it as this peer."""
+        same = peer.tls is None and said.address == peer.address
+        self.is_at(split_address(peer.address)[0], said.data_port if same else 0)
+
+    def is_at(self, host: str, port: int) -> None:
+        """Where it is from now on; port 0: there is none."""
+        where = (host, port) if port and supported() else None
+        with self._lock:
+            if where == self._where:
+                return
+            self._where, self._avoid_until = where, 0.0
+        self.drop()
+
+    def usable(self) -> bool:
+        """Is it worth to try?"""
+        return self._where is not None and time.monotonic() >= self._avoid_until
+
+    def open(self, path: str, metadata: Metadata) -> DataStream | None:
+        """A stream for a call, on an idle connection or a new one; None where the call has to go another way."""
+        connection = self._connection()
+        return None if connection is None else DataStream(connection, path, metadata, self.avoid)
+
+    def open_prompt(self, path: str, metadata: Metadata) -> PromptStream | None:
+        """The same, of the other kind."""
+        connection = self._connection()
+        return None if connection is None else PromptStream(connection, path, metadata, self.avoid)
+
+    def _connection(self) -> Connection | None:
+        with self._lock:
+            where = self._where
+            if self._idle:
+                return self._idle.pop()
+        if where is None or not self.usable():
+            return None
+        try:
+            return Connection(socket.create_connection(where, timeout=CONNECT_SECONDS))
+        except OSError as error:
+            self.avoid(str(error))
+            return None
+
+    def avoid(self, why: str) -> None:
+        """Have calls go another way for a while."""
+        with self._lock:
+            self._avoid_until = time.monotonic() + AVOID_SECONDS
+            where = self._where
+        if where is not None:
+            logger.info("%s: its data port %d can't be used (%s): over gRPC for now", self._name, where[1], why)
+
+    def give_back(self, stream: DataStream) -> None:
+        """The call is over. What can't be used again is closed."""
+        if stream.reusable is None:
+            stream.close()
+            return
+        with self._lock:
+            self._idle.append(stream.reusable)
+
+    def drop(self) -> None:
+        """Close what is idle."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()

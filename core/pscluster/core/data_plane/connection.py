@@ -1,0 +1,133 @@
+"""A connection of the data plane: packets in, packets out. No call is known here."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+
+from pscluster.core.errors import ProtocolError
+from pscluster.core.frames import Buffer
+from pscluster.core.limits import MAX_MESSAGE_BYTES
+
+_HEAD = struct.Struct("<IBBH")
+_MARK = 0xD5
+_MAX_BUFFERS = 64  # of one system call; more are joined first
+_UNACKNOWLEDGED_MS = 20_000
+_KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+
+
+class Kind(IntEnum):
+    """What a packet is."""
+
+    CALL = 1
+    MESSAGE = 2
+    END = 3
+    STATUS = 4
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+Packet = tuple[Kind, Sequence[Buffer]]
+"""What it is, and its body: these buffers in order."""
+
+
+class ClosedError(ConnectionError):
+    """The peer has closed the connection, between two packets or within one."""
+
+
+def as_buffers(packets: Sequence[Packet]) -> list[Buffer]:
+    """What is sent of them, few enough for one system call."""
+    buffers: list[Buffer] = []
+    for kind, body in packets:
+        buffers.append(_HEAD.pack(sum(map(len, body)), kind, _MARK, 0))
+        buffers.extend(body)
+    return buffers if len(buffers) <= _MAX_BUFFERS else [b"".join(buffers)]
+
+
+def supported() -> bool:
+    """Is there a data plane on this system?"""
+    return hasattr(socket, "TCP_USER_TIMEOUT")
+
+
+class Connection:
+    """Packets over a connected socket.
+
+    One thread reads and one writes at a time; any may call `shut`.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.settimeout(None)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._socket = connected
+        self.limit = MAX_MESSAGE_BYTES  # of a packet that comes
+
+    def fileno(self) -> int:
+        """Of the socket; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def send(self, *packets: Packet) -> None:
+        """Send packets. Waits for room; OSError if the connection is broken."""
+        buffers = as_buffers(packets)
+        sent = self._socket.sendmsg(buffers)
+        for buffer in buffers:  # all of it was taken, unless a signal came in between
+            if sent < len(buffer):
+                self._socket.sendall(memoryview(buffer)[sent:])
+            sent = max(0, sent - len(buffer))
+
+    def start_to_send(self, *packets: Packet) -> bytes:
+        """Send what there is room for, without waiting; what is left. OSError if the connection is broken."""
+        data = b"".join(as_buffers(packets))
+        try:
+            sent = self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        return data[sent:]
+
+    def finish(self, data: bytes) -> None:
+        """Send what was left. Waits for room; OSError if the connection is broken."""
+        self._socket.sendall(data)
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """Wait for a packet.
+
+        Raises:
+            ClosedError: there will be no more.
+            ProtocolError: it is no packet, or one that is too large.
+            OSError: the connection is broken.
+        """
+        size, number, mark, zeros = _HEAD.unpack(self._exactly(_HEAD.size))
+        kind = _KINDS.get(number)
+        if kind is None or mark != _MARK or zeros:
+            raise ProtocolError("what came is no packet of the data plane")
+        if size > self.limit:
+            raise ProtocolError(f"a message of {size:,} bytes, the limit is {self.limit:,}")
+        return kind, self._exactly(size) if size else b""
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._socket.recv(size, socket.MSG_WAITALL)
+        if len(data) == size:
+            return data
+        pieces = [data]
+        while data and (left := size - sum(map(len, pieces))):  # a signal has cut it short
+            data = self._socket.recv(left, socket.MSG_WAITALL)
+            pieces.append(data)
+        if not data:
+            raise ClosedError("the connection was closed by the other side")
+        return b"".join(pieces)
+
+    def shut(self) -> None:
+        """End it for whoever reads or writes, here and there."""
+        with contextlib.suppress(OSError):  # it is closed already, or the peer has gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give it back. By the thread that uses it."""
+        self._socket.close()

@@ -1,0 +1,305 @@
+"""The server's side of the data plane: a port, a thread for each connection, gRPC's handlers and interceptors.
+
+Strangers, who have not made a call that was accepted, are few at a time, may only send a small packet, and are closed
+after a while, the oldest first where there are many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from pscluster.core.data_plane.connection import ClosedError, Connection, Kind
+from pscluster.core.data_plane.context import DataContext, HandlerAborted
+from pscluster.core.errors import ProtocolError
+from pscluster.core.limits import HANDSHAKE_SECONDS, MAX_CALL_BYTES, MAX_MESSAGE_BYTES, data_connections
+from pscluster.v1 import data_plane_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS = 64
+"""Connections at a time on which no call was accepted yet."""
+
+_LOOK_SECONDS = 1.0
+
+Lookup = Callable[[grpc.HandlerCallDetails], "grpc.RpcMethodHandler[Any, Any] | None"]
+
+
+class CallBrokenError(grpc.RpcError):
+    """The caller has gone, or sends what is no message: raised where messages are asked for, as gRPC does."""
+
+
+class _Details(NamedTuple):
+    """What an interceptor is asked about."""
+
+    method: str
+    invocation_metadata: tuple[tuple[str, str], ...]
+
+
+class _Peer:
+    """A connection, and the call on it."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.connection = Connection(connected)
+        self.connection.limit = MAX_CALL_BYTES
+        host, port = connected.getpeername()[:2]
+        self.name = f"data:{host}:{port}"
+        self.since = time.monotonic()
+        self.known = False
+        self.context: DataContext | None = None
+
+    def gone(self) -> None:
+        """Nobody is on the other side any more."""
+        if (context := self.context) is not None:
+            context.end()
+
+
+class DataServer:
+    """Serves the methods of some handlers on a port of its own, until `stop`.
+
+    Args:
+        host: where to listen.
+        port: 0: any free one.
+        handlers: gRPC's own; their unary methods are served, too.
+        interceptors: as of a gRPC server: the first is asked first.
+        refusals: what an interceptor gives for the calls of strangers.
+
+    Raises:
+        OSError: it can't listen there.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        handlers: Sequence[grpc.GenericRpcHandler],
+        interceptors: Sequence[grpc.ServerInterceptor],
+        refusals: Sequence[grpc.RpcMethodHandler[Any, Any]] = (),
+    ) -> None:
+        def find(details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+            found = (handler.service(details) for handler in handlers)
+            return next((handler for handler in found if handler is not None), None)
+
+        lookup: Lookup = find
+        for interceptor in reversed(interceptors):
+            lookup = functools.partial(interceptor.intercept_service, lookup)
+        self._lookup, self._refusals = lookup, refusals
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._by_number: dict[int, _Peer] = {}
+        self._epoll = select.epoll()
+        self._over = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+
+    def start(self) -> None:
+        """Serve from now on."""
+        for target, name in ((self._accept, "data-accept"), (self._watch, "data-watch")):
+            threading.Thread(target=target, name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """Refuse what is new, end what runs."""
+        with self._lock:
+            self._over = True
+            peers = list(self._peers.values())
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        for peer in peers:
+            peer.gone()
+            peer.connection.shut()
+
+    # Connections
+
+    def _accept(self) -> None:
+        while not self._over:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError as error:
+                if not self._over:
+                    logger.warning("a connection to the data port could not be taken: %s", error)
+                    time.sleep(_LOOK_SECONDS)  # as with too many open files: it passes
+                continue
+            try:
+                self._take(_Peer(connected))
+            except OSError:  # it has gone already
+                connected.close()
+
+    def _take(self, peer: _Peer) -> None:
+        with self._lock:
+            full = self._over or len(self._peers) >= data_connections()
+            if not full:
+                self._peers[peer.name] = self._by_number[peer.connection.fileno()] = peer
+                self._epoll.register(peer.connection.fileno(), select.EPOLLRDHUP)
+            strangers = [each for each in self._peers.values() if not each.known]
+        if len(strangers) > MAX_STRANGERS:
+            min(strangers, key=lambda each: each.since).connection.shut()
+        if full:
+            self._answer(peer, _status(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more connections are taken here"))
+            peer.connection.close()
+            return
+        threading.Thread(target=self._serve, args=(peer,), name="data", daemon=True).start()
+
+    def _drop(self, peer: _Peer) -> None:
+        with self._lock:
+            number = peer.connection.fileno()
+            if self._by_number.pop(number, None) is not None:
+                self._epoll.unregister(number)
+            self._peers.pop(peer.name, None)
+            peer.connection.close()  # under the lock: the number is free for another one
+
+    def _watch(self) -> None:
+        """Tell the calls whose callers have gone, and close strangers who say nothing."""
+        while not self._over:
+            events = self._epoll.poll(_LOOK_SECONDS)
+            with self._lock:
+                gone = [peer for number, _ in events if (peer := self._gone(number)) is not None]
+                late = time.monotonic() - HANDSHAKE_SECONDS
+                silent = [each for each in self._peers.values() if not each.known and each.since < late]
+            for peer in gone:
+                peer.gone()
+            for peer in silent:
+                peer.connection.shut()
+
+    def _gone(self, number: int) -> _Peer | None:
+        """Under the lock. The event may be of a connection that had the number before: so it is looked at again."""
+        peer = self._by_number.get(number)
+        if peer is None:
+            return None
+        now = select.poll()
+        now.register(number, select.POLLRDHUP)
+        if not now.poll(0):
+            return None
+        del self._by_number[number]
+        self._epoll.unregister(number)  # it would be told again and again
+        return peer
+
+    # Calls
+
+    def _serve(self, peer: _Peer) -> None:
+        try:
+            while True:
+                self._call(peer)
+        except ClosedError:
+            pass
+        except (OSError, DecodeError, ProtocolError, CallBrokenError) as error:
+            logger.debug("%s: %s", peer.name, error)
+        except Exception:
+            logger.exception("a connection of the data plane failed")
+        finally:
+            peer.gone()
+            self._drop(peer)
+
+    def _call(self, peer: _Peer) -> None:
+        """Serve one call. Raises where no other may follow."""
+        kind, body = peer.connection.receive()
+        if kind is not Kind.CALL or len(body) > MAX_CALL_BYTES:
+            raise ProtocolError(f"a call was to begin, and {kind.name} of {len(body)} bytes came")
+        call = data_plane_pb2.DataCall.FromString(body)
+        context = peer.context = DataContext(peer.connection, peer.name, call)
+        requests = _Requests(peer.connection)
+        failure: BaseException | None = None
+        try:
+            details: Any = _Details(call.path, context.invocation_metadata())
+            handler = self._lookup(details)
+            if handler is None:
+                context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            if handler not in self._refusals:
+                peer.known, peer.connection.limit = True, MAX_MESSAGE_BYTES
+            for answer in _answers(handler, requests, context):
+                self._send(peer, Kind.MESSAGE, answer)
+        except HandlerAborted as error:
+            failure = error
+        except Exception as error:
+            if requests.broken or not context.is_active():
+                raise ClosedError("the caller has gone") from error
+            logger.exception("%s failed", call.path)
+            failure = error
+        peer.context = None
+        context.end()
+        self._answer(peer, context.status(failure))
+        requests.drop_rest()
+
+    def _answer(self, peer: _Peer, status: data_plane_pb2.DataStatus) -> None:
+        self._send(peer, Kind.STATUS, status.SerializeToString())
+
+    @staticmethod
+    def _send(peer: _Peer, kind: Kind, body: bytes) -> None:
+        try:
+            peer.connection.send((kind, (body,)))
+        except OSError as error:
+            raise CallBrokenError(f"the connection broke: {error}") from None
+
+
+def _status(code: grpc.StatusCode, details: str) -> data_plane_pb2.DataStatus:
+    return data_plane_pb2.DataStatus(code=code.value[0], details=details)
+
+
+class _Requests:
+    """The messages of a call, until the client says that there are no more. Raises if it breaks off."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._ended = False
+        self.broken = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._ended:
+            raise StopIteration
+        try:
+            kind, body = self._connection.receive()
+        except (OSError, ProtocolError) as error:
+            self.broken = True
+            raise CallBrokenError(str(error)) from None
+        if kind is Kind.END:
+            self._ended = True
+            raise StopIteration
+        if kind is not Kind.MESSAGE:
+            self.broken = True
+            raise CallBrokenError(f"{kind.name} within a call")
+        return body
+
+    def drop_rest(self) -> None:
+        """What the client still sends is of a call that is over."""
+        for _ in self:
+            pass
+
+
+def _as_it_is(answer: bytes) -> bytes:
+    return answer
+
+
+def _answers(handler: Any, requests: Iterator[bytes], context: DataContext) -> Iterator[bytes]:
+    """What the handler answers, whatever its arity."""
+    parse, serialize = handler.request_deserializer, handler.response_serializer or _as_it_is
+    given: Any = requests if parse is None else map(parse, requests)
+    if not handler.request_streaming:
+        given = next(given, None)
+        if given is None:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
+    word = {False: "unary", True: "stream"}
+    behaviour = getattr(handler, f"{word[handler.request_streaming]}_{word[handler.response_streaming]}")
+    answer = behaviour(given, context)
+    if not handler.response_streaming:
+        yield serialize(answer)
+        return
+    answers = iter(answer or ())
+    try:
+        yield from map(serialize, answers)
+    finally:
+        if (close := getattr(answers, "close", None)) is not None:
+            close()

@@ -1,0 +1,400 @@
+"""The data plane against real sockets: what goes over it, how calls end, what strangers and garbage meet."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from tests.conftest import PATIENCE
+
+from pscluster.core.data_plane import client as client_module
+from pscluster.core.data_plane import server as server_module
+from pscluster.core.data_plane.client import DataPort, DataStream
+from pscluster.core.data_plane.connection import Connection, Kind
+from pscluster.core.data_plane.server import MAX_STRANGERS, DataServer
+from pscluster.core.errors import KIND_METADATA
+from pscluster.core.limits import MAX_CALL_BYTES, MAX_MESSAGE_BYTES
+from pscluster.core.streams import StreamEndedError
+from pscluster.core.tokens import TokenInterceptor, call_metadata
+from pscluster.v1 import data_plane_pb2
+
+TOKEN = "t" * 20
+METADATA = call_metadata(TOKEN)
+LARGE = bytes(range(256)) * (3 << 12)  # 3 MiB: more than a socket holds
+
+
+class Service:
+    """Handlers of all arities, and what they saw."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.ended = threading.Event()
+
+    def echo(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Each message, until it is told to do something else."""
+        for request in requests:
+            if request == b"abort":
+                context.set_trailing_metadata(((KIND_METADATA, "stale"),))
+                context.abort(grpc.StatusCode.ABORTED, "not any more")
+            if request == b"fail":
+                raise ValueError("of the handler")
+            if request == b"wait":
+                assert context.add_callback(self.ended.set)
+                self.began.set()
+                self.ended.wait(PATIENCE)
+                return
+            yield request
+
+    def count_down(self, request: bytes, _context: grpc.ServicerContext) -> Iterator[bytes]:
+        """So many messages."""
+        for number in reversed(range(int(request))):
+            yield str(number).encode() + LARGE
+
+    def total(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Bytes of all messages; refuses at the first that begins so."""
+        size = 0
+        for request in requests:
+            if request.startswith(b"no"):
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
+            size += len(request)
+        return str(size).encode()
+
+
+def _same(request: str, _context: grpc.ServicerContext) -> str:
+    return request
+
+
+@pytest.fixture
+def service() -> Service:
+    """What is served."""
+    return Service()
+
+
+@pytest.fixture
+def server(service: Service) -> Iterator[DataServer]:
+    """Serves it, to those with the token."""
+    handlers: dict[str, Any] = {
+        "Echo": grpc.stream_stream_rpc_method_handler(service.echo),
+        "CountDown": grpc.unary_stream_rpc_method_handler(service.count_down),
+        "Total": grpc.stream_unary_rpc_method_handler(service.total),
+        "Same": grpc.unary_unary_rpc_method_handler(_same, bytes.decode, str.encode),
+    }
+    generic: Any = grpc.method_handlers_generic_handler("test", handlers)
+    gate = TokenInterceptor(TOKEN)
+    running = DataServer("127.0.0.1", 0, [generic], [gate], [gate.refusal])
+    running.start()
+    yield running
+    service.ended.set()
+    running.stop()
+
+
+@pytest.fixture
+def port(server: DataServer) -> Iterator[DataPort]:
+    """A client's."""
+    made = DataPort("ps 0")
+    made.is_at("127.0.0.1", server.port)
+    yield made
+    made.drop()
+
+
+def open_stream(port: DataPort, method: str = "Echo", metadata: Any = METADATA) -> DataStream:
+    """A call that the port takes."""
+    stream = port.open(f"/test/{method}", metadata)
+    assert stream is not None
+    return stream
+
+
+def rest_of(stream: DataStream) -> tuple[list[bytes], StreamEndedError]:
+    """All messages to the end of the call, and how it ended."""
+    found = []
+    while True:
+        try:
+            found.append(stream.receive())
+        except StreamEndedError as end:
+            return found, end
+
+
+def called(port: DataPort, method: str, *requests: bytes) -> tuple[list[bytes], StreamEndedError]:
+    """A whole call, after which the connection is given back."""
+    stream = open_stream(port, method)
+    for request in requests:
+        stream.send(request)
+    stream.end()
+    found = rest_of(stream)
+    port.give_back(stream)
+    return found
+
+
+def connected(server: DataServer) -> socket.socket:
+    """A plain connection."""
+    made = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+    made.settimeout(PATIENCE)
+    return made
+
+
+def is_closed(plain: socket.socket) -> bool:
+    """Waits for the server to close it."""
+    try:
+        while plain.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_messages_in_turn(port: DataPort) -> None:
+    stream = open_stream(port)
+    for message in (b"a", b"", LARGE, b"b" * 4321):
+        stream.send(message)
+        assert stream.receive() == message
+    stream.send_parts((b"in ", memoryview(b"some "), *[b"parts "] * 100), last=True)
+    assert stream.receive() == b"in some " + b"parts " * 100
+    assert rest_of(stream)[1].code() is grpc.StatusCode.OK
+    stream.close()
+
+
+def test_a_connection_serves_call_after_call(port: DataPort) -> None:
+    first = open_stream(port)
+    connection = first._connection
+    port.give_back(_ended(first))
+    answers, end = called(port, "CountDown", b"3")
+    assert [answer[:1] for answer in answers] == [b"2", b"1", b"0"]
+    assert end.code() is grpc.StatusCode.OK
+    assert all(answer[1:] == LARGE for answer in answers)
+    assert called(port, "Total", LARGE, LARGE, b"")[0] == [str(2 * len(LARGE)).encode()]
+    assert called(port, "Same", b"me")[0] == [b"me"]  # with its own (de)serialisers
+    last = open_stream(port)
+    assert last._connection is connection
+    last.close()
+
+
+def _ended(stream: DataStream) -> DataStream:
+    stream.send(b"x")
+    stream.end()
+    assert rest_of(stream)[0] == [b"x"]
+    return stream
+
+
+def test_how_calls_end(port: DataPort, caplog: pytest.LogCaptureFixture) -> None:
+    end = called(port, "Echo", b"abort")[1]
+    assert (end.code(), end.details()) == (grpc.StatusCode.ABORTED, "not any more")
+    assert end.trailing_metadata() == ((KIND_METADATA, "stale"),)
+    with caplog.at_level(logging.CRITICAL, server_module.__name__):
+        end = called(port, "Echo", b"fail")[1]
+    assert end.code() is grpc.StatusCode.UNKNOWN
+    assert "of the handler" in end.details()
+    assert called(port, "Nothing", b"")[1].code() is grpc.StatusCode.UNIMPLEMENTED
+    assert called(port, "CountDown")[1].code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert called(port, "Same", b"still there")[0] == [b"still there"]
+
+
+def test_refused_while_it_is_sent(port: DataPort) -> None:
+    answers, end = called(port, "Total", b"no", *[LARGE] * 5)
+    assert not answers
+    assert end.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert called(port, "Total", b"12345")[0] == [b"5"]  # nothing of the one before is in it
+
+
+def test_a_call_that_ends_before_the_client_does_takes_its_connection_along(port: DataPort) -> None:
+    stream = open_stream(port)
+    stream.send(b"abort")
+    assert rest_of(stream)[1].code() is grpc.StatusCode.ABORTED
+    assert stream.reusable is None
+    port.give_back(stream)
+    assert stream._connection.fileno() == -1
+
+
+@pytest.mark.parametrize("metadata", [(), call_metadata("w" * 20)])
+@pytest.mark.parametrize("method", ["Echo", "CountDown", "Total", "Same"])
+def test_without_the_token(port: DataPort, method: str, metadata: Any) -> None:
+    stream = open_stream(port, method, metadata)
+    stream.send(b"3")
+    answers, end = rest_of(stream)
+    assert not answers
+    assert end.code() is grpc.StatusCode.UNAUTHENTICATED
+    stream.close()
+
+
+@pytest.mark.parametrize("away", ["cancel", "close"])
+def test_a_client_that_goes(port: DataPort, service: Service, away: str) -> None:
+    stream = open_stream(port)
+    stream.send(b"wait")
+    assert service.began.wait(PATIENCE)
+    getattr(stream, away)()
+    assert service.ended.wait(PATIENCE)  # the call's callback
+    stream.close()
+
+
+def test_a_cancelled_call_ends_for_the_thread_that_waits(port: DataPort, service: Service) -> None:
+    stream = open_stream(port)
+    stream.send(b"wait")
+    assert service.began.wait(PATIENCE)
+    canceller = threading.Timer(0.05, stream.cancel)
+    canceller.start()
+    assert rest_of(stream)[1].code() is grpc.StatusCode.UNAVAILABLE
+    canceller.join(PATIENCE)
+    stream.close()
+
+
+def test_a_server_that_stops(port: DataPort, server: DataServer, service: Service) -> None:
+    waiting, idle = open_stream(port), open_stream(port)
+    waiting.send(b"wait")
+    idle.send(b"x")
+    assert idle.receive() == b"x"
+    assert service.began.wait(PATIENCE)
+    server.stop()
+    assert service.ended.wait(PATIENCE)
+    for stream in (waiting, idle):
+        assert rest_of(stream)[1].code() is grpc.StatusCode.UNAVAILABLE
+        stream.close()
+    assert port.open("/test/Echo", METADATA) is None
+
+
+def test_a_server_that_is_gone_meanwhile(port: DataPort, server: DataServer) -> None:
+    called(port, "Same", b"x")
+    server.stop()
+    _, end = called(port, "Same", b"y")  # on the idle connection
+    assert end.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_port_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+    port = DataPort("ps 3")
+    assert not port.usable()
+    assert port.open("/test/Echo", METADATA) is None
+    port.is_at("127.0.0.1", number)
+    assert port.usable()
+    with caplog.at_level(logging.INFO, client_module.__name__):
+        assert port.open("/test/Echo", METADATA) is None
+    assert f"ps 3: its data port {number}" in caplog.text
+    assert not port.usable()  # for a while
+    port.is_at("127.0.0.1", number)
+    assert not port.usable()  # it is the same
+    port.is_at("127.0.0.1", number + 1)
+    assert port.usable()
+    port.is_at("127.0.0.1", 0)
+    assert not port.usable()
+
+
+def test_no_place_is_left(port: DataPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "data_connections", lambda: 2)
+    streams = [open_stream(port), open_stream(port)]
+    for stream in streams:
+        stream.send(b"x")
+        assert stream.receive() == b"x"
+    third = open_stream(port)
+    third.send(b"x")
+    assert rest_of(third)[1].code() is grpc.StatusCode.UNAVAILABLE
+    assert not port.usable()  # others go over gRPC from now on
+    for stream in (third, *streams):
+        stream.close()
+
+
+def test_strangers_who_say_nothing_are_closed(server: DataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(server) as silent:
+        monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 0.0)
+        assert is_closed(silent)
+
+
+def test_who_was_accepted_may_be_silent(port: DataPort, server: DataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = open_stream(port)
+    stream.send(b"x")
+    assert stream.receive() == b"x"
+    monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 0.0)
+    with connected(server) as silent:
+        assert is_closed(silent)
+    stream.send(b"y")
+    assert stream.receive() == b"y"
+    stream.close()
+
+
+def test_of_many_strangers_the_oldest_are_closed(server: DataServer, port: DataPort) -> None:
+    crowd = [connected(server) for _ in range(MAX_STRANGERS + 3)]
+    assert all(is_closed(oldest) for oldest in crowd[:2])
+    assert called(port, "Same", b"x")[0] == [b"x"]
+    for each in crowd:
+        each.close()
+
+
+def _packet(kind: int, body: bytes = b"", size: int | None = None, mark: int = 0xD5) -> bytes:
+    return struct.pack("<IBBH", len(body) if size is None else size, kind, mark, 0) + body
+
+
+def _call(method: str = "Echo", metadata: Any = METADATA) -> bytes:
+    pairs = [data_plane_pb2.DataMetadata(key=key, value=value) for key, value in metadata]
+    return data_plane_pb2.DataCall(path=f"/test/{method}", metadata=pairs).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        bytes(64),
+        _packet(Kind.MESSAGE, b"x"),
+        _packet(Kind.STATUS),
+        _packet(9),
+        _packet(Kind.CALL, _call(), mark=0),
+        _packet(Kind.CALL, size=MAX_CALL_BYTES + 1),
+        _packet(Kind.CALL, b"\xff\xff\xff"),
+        _packet(Kind.CALL, _call(metadata=())) + _packet(Kind.MESSAGE, size=MAX_CALL_BYTES + 1),
+        _packet(Kind.CALL, _call()) + _packet(Kind.MESSAGE, b"x") + _packet(Kind.MESSAGE, size=MAX_MESSAGE_BYTES + 1),
+        _packet(Kind.CALL, _call()) + _packet(Kind.CALL, _call()),
+        _packet(Kind.CALL, _call()) + _packet(Kind.MESSAGE, size=100) + b"cut short",
+    ],
+)
+def test_garbage(server: DataServer, port: DataPort, garbage: bytes) -> None:
+    with connected(server) as plain:
+        plain.sendall(garbage)
+        if garbage.endswith(b"cut short"):
+            plain.shutdown(socket.SHUT_WR)
+        assert is_closed(plain)
+    assert called(port, "Same", b"x")[0] == [b"x"]
+
+
+def test_a_server_that_sends_garbage() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = DataPort("ps 0")
+        port.is_at("127.0.0.1", listener.getsockname()[1])
+        for answer in (_packet(Kind.CALL), bytes(8), _packet(Kind.MESSAGE, size=MAX_MESSAGE_BYTES + 1)):
+            stream = open_stream(port)
+            other, _ = listener.accept()
+            with other:
+                other.sendall(answer)
+                assert rest_of(stream)[1].code() is grpc.StatusCode.INTERNAL
+            stream.close()
+
+
+def test_connections_leave_nothing_behind(server: DataServer, port: DataPort) -> None:
+    for _ in range(20):
+        stream = open_stream(port)
+        stream.send(b"x")
+        assert stream.receive() == b"x"
+        stream.close()
+    over = threading.Event()
+    while server._peers or server._by_number:
+        over.wait(0.01)
+
+
+def test_a_packet_in_pieces() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reader = object.__new__(Connection)
+        reader._socket, reader.limit = ours, MAX_MESSAGE_BYTES
+        packet = _packet(Kind.MESSAGE, LARGE)
+
+        def send() -> None:
+            for at in range(0, len(packet), 70_001):
+                theirs.sendall(packet[at : at + 70_001])
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        assert reader.receive() == (Kind.MESSAGE, LARGE)
+        sender.join(PATIENCE)
