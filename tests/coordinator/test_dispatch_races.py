@@ -237,7 +237,9 @@ def straw(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Straw]]:
     def make(workers: int = 1, **more: int) -> Straw:
         straw = Straw(workers, **more)
         by_peer = {worker.peer: worker for worker in straw.workers}
-        monkeypatch.setattr(dispatch, "WorkerConnection", lambda peer, _, take: StrawConnection(by_peer[peer], take))
+        monkeypatch.setattr(
+            dispatch, "WorkerConnection", lambda peer, _m, take, _d: StrawConnection(by_peer[peer], take)
+        )
         made.append(straw)
         return straw
 

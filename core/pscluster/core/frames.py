@@ -77,21 +77,22 @@ def pack(header: Message, buffers: Sequence[Buffer] = ()) -> bytes:
     """Serialise a frame whose payload is the buffers in order; `header.payload` must be empty."""
     if not buffers:
         return header.SerializeToString()
-    return b"".join((*_before_payload(header, buffers), *buffers))
+    return b"".join((before_payload(header, sum(map(len, buffers))), *buffers))
 
 
 def parts_of(header: Message, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
     """What `pack` joins, without the copy."""
     if not buffers:
         return [header.SerializeToString()]
-    return [b"".join(_before_payload(header, buffers)), *buffers]
+    return [before_payload(header, sum(map(len, buffers))), *buffers]
 
 
-def _before_payload(header: Message, buffers: Sequence[Buffer]) -> tuple[bytes, ...]:
+def before_payload(header: Message, size: int) -> bytes:
+    """What stands in a frame before a payload of so many bytes."""
     head = header.SerializeToString()
-    tail = b"\x7a" + _varint(sum(len(buffer) for buffer in buffers))
+    tail = b"\x7a" + _varint(size)
     pad = padding(len(head) + len(tail) + 2)
-    return head, _PAD_TAG, bytes((pad,)), _PADDING[:pad], tail
+    return b"".join((head, _PAD_TAG, bytes((pad,)), _PADDING[:pad], tail))
 
 
 def unpack(data: bytes, message_class: type[M], limit: int = MAX_HEADER_BYTES) -> tuple[M, memoryview]:
@@ -136,6 +137,31 @@ def unpack(data: bytes, message_class: type[M], limit: int = MAX_HEADER_BYTES) -
         raise ProtocolError(f"not a {message_class.DESCRIPTOR.name}: it ends within a field") from None
     except DecodeError as error:
         raise ProtocolError(f"not a {message_class.DESCRIPTOR.name}: {error}") from None
+
+
+def head_of(start: bytes, size: int, message_class: type[M]) -> tuple[M, int] | None:
+    """From the first bytes of a frame of that size: the header, and where the payload begins, which takes the rest.
+
+    None where that can't be told: the whole frame has to be given to `unpack`.
+    """
+    at = 0
+    try:
+        while True:
+            tag_at = at
+            tag, at = _read_varint(start, at)
+            if tag & 7 == 2:
+                length, at = _read_varint(start, at)
+                if tag == _PAYLOAD_TAG:
+                    return (message_class.FromString(start[:tag_at]), at) if at + length == size else None
+                at += length
+            elif tag & 7 == 0:
+                _, at = _read_varint(start, at)
+            elif tag & 7 in (1, 5):
+                at += 8 if tag & 7 == 1 else 4
+            else:
+                return None
+    except (IndexError, DecodeError, ProtocolError):
+        return None
 
 
 def _check_header(size: int, limit: int) -> None:

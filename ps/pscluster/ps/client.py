@@ -41,7 +41,7 @@ from pscluster.core.errors import (
     is_retryable,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import Buffer, FrameMessage, pack, padding, parts_of, pieces, unpack, view
+from pscluster.core.frames import Buffer, head_of, pack, padding, parts_of, pieces, unpack, view
 from pscluster.core.rpc import Stub
 from pscluster.core.telemetry.recording import SESSION_HEADER, Asked
 from pscluster.ps.connections import Server, Session, new_session
@@ -271,11 +271,11 @@ class PsClient:
     def _exchange(
         self,
         what: str,
-        requests: Mapping[int, bytes],
+        requests: Mapping[int, Sequence[Buffer]],
         finish: Callable[[int, ps_pb2.Reply, memoryview], None],
         function: FunctionContext | None,
     ) -> None:
-        """Small requests, by server, packed: sent to all servers, then answered by each in turn."""
+        """Small requests, by server, in parts: sent to all servers, then answered by each in turn."""
         begun: dict[int, Session] = {}
         try:
             for index, data in requests.items():
@@ -300,7 +300,7 @@ class PsClient:
         what: str,
         index: int,
         session: Session,
-        request: bytes,
+        request: Sequence[Buffer],
         finish: Callable[[int, ps_pb2.Reply, memoryview], None],
         function: FunctionContext | None,
     ) -> None:
@@ -320,7 +320,7 @@ class PsClient:
                 raise
             asked = mine.name, mine.nth
             server.give_back(mine)
-            self._count(what, index, asked, begin, len(request), len(data), function)
+            self._count(what, index, asked, begin, sum(map(len, request)), len(data), function)
             reply, payload = unpack(data, ps_pb2.Reply)
             if reply.HasField("refusal"):
                 raise from_kind(reply.refusal.kind, reply.refusal.message)
@@ -371,7 +371,7 @@ class PsClient:
         by_server: defaultdict[int, list[ReadPart]] = defaultdict(list)
         for part in parts:
             by_server[part.server].append(part)
-        small: dict[int, bytes] = {}
+        small: dict[int, Sequence[Buffer]] = {}
         large: dict[int, Callable[[], object]] = {}
         for index, mine in by_server.items():
             request = ps_pb2.Request(read=ps_pb2.ReadRequest(job=self.job, items=[part.item for part in mine]))
@@ -379,7 +379,7 @@ class PsClient:
             answer = sum(part.size + padding(part.size) for part in mine)
             request.last, request.total_bytes = True, sum(map(len, buffers))
             if answer <= SESSION_BYTES and request.total_bytes <= SESSION_BYTES:
-                small[index] = pack(request, buffers)
+                small[index] = parts_of(request, buffers)
             else:
                 large[index] = self._pull(index, request, buffers, mine, function)
 
@@ -483,13 +483,11 @@ class PsClient:
         whole = [part.land if isinstance(part.land, memoryview) else memoryview(bytearray(part.size)) for part in parts]
 
         def attempt() -> None:
-            sink, name, begin, received = _Sink(whole), new_session(), time.monotonic(), 0
+            sink, name, begin = _Sink(whole), new_session(), time.monotonic()
             metadata, question = (*server.metadata, (SESSION_HEADER, name)), pack(request, buffers)
-            for data in server.pull(question, metadata, timeout):
-                received += len(data)
-                sink.add(*unpack(data, ps_pb2.Reply))
+            server.pull(question, metadata, timeout, sink.take)
             sink.check_full()
-            self._count("pull", index, (name, 1), begin, len(question), received, function)
+            self._count("pull", index, (name, 1), begin, len(question), sink.received, function)
             for part, values in zip(parts, whole, strict=True):
                 if not isinstance(part.land, memoryview):
                     part.land(values)
@@ -505,7 +503,7 @@ class PsClient:
         for part in parts:
             by_server[part.server].append(part)
         number, settled = (0, 0) if function is not None and function.function else self._sequences.take()
-        small: dict[int, bytes] = {}
+        small: dict[int, Sequence[Buffer]] = {}
         large: dict[int, Callable[[], object]] = {}
         try:
             for index, mine in by_server.items():
@@ -531,7 +529,7 @@ class PsClient:
                 request.total_bytes = sum(map(len, buffers))
                 if request.total_bytes <= SESSION_BYTES:
                     request.last = True
-                    small[index] = pack(request, buffers)
+                    small[index] = parts_of(request, buffers)
                 else:
                     large[index] = functools.partial(self._push_update, index, request, buffers, mine, function)
             reach("client.update.before")
@@ -871,22 +869,41 @@ class _Sink:
         self._which = 0
         self._done = 0
         self._last = False
+        self.received = 0  # bytes of all frames
 
-    def add(self, reply: FrameMessage, payload: memoryview) -> None:
-        at, end = 0, len(payload)
-        while at < end:
-            if self._which == len(self._targets):
-                raise ProtocolError(f"{end - at} bytes more came than were asked for")
-            target = self._targets[self._which]
-            size = target if isinstance(target, int) else len(target)
-            count = min(size - self._done, end - at)
-            if not isinstance(target, int):
-                target[self._done : self._done + count] = payload[at : at + count]
-            at += count
-            self._done += count
-            if self._done == size:
-                self._which, self._done = self._which + 1, 0
+    def take(self, start: bytes, size: int) -> list[memoryview] | None:
+        """A frame, or its first bytes: see `data_plane.connection.Place`."""
+        if len(start) == size:
+            reply, payload = unpack(start, ps_pb2.Reply)
+        else:
+            found = head_of(start, size, ps_pb2.Reply)
+            if found is None:
+                return None
+            reply, at = found
+            payload = memoryview(start)[at:]
+        self.received += size
         self._last = self._last or reply.last
+        at = 0
+        for room in self._room(len(payload)):
+            room[:] = payload[at : at + len(room)]
+            at += len(room)
+        return self._room(size - len(start))
+
+    def _room(self, size: int) -> list[memoryview]:
+        """Where the next bytes go."""
+        rooms = []
+        while size:
+            if self._which == len(self._targets):
+                raise ProtocolError(f"{size} bytes more came than were asked for")
+            target = self._targets[self._which]
+            room = memoryview(bytearray(target)) if isinstance(target, int) else target
+            count = min(len(room) - self._done, size)
+            rooms.append(room[self._done : self._done + count])
+            size -= count
+            self._done += count
+            if self._done == len(room):
+                self._which, self._done = self._which + 1, 0
+        return rooms
 
     def check_full(self) -> None:
         rest = sum(size if isinstance(size, int) else len(size) for size in self._targets[self._which :]) - self._done

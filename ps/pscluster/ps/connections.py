@@ -18,6 +18,7 @@ from grpc.experimental import ChannelOptions
 
 from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_channel, say_hello
 from pscluster.core.data_plane.client import DataPort, DataStream
+from pscluster.core.data_plane.connection import Place
 from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, UnavailableError
 from pscluster.core.frames import Buffer
 from pscluster.core.identity import fresh_id
@@ -86,11 +87,14 @@ class Session:
         self._given_up = False
         _watchdog.watch(self)
 
-    def send(self, data: bytes, timeout: float) -> None:
+    def send(self, parts: Sequence[Buffer], timeout: float) -> None:
         self.nth += 1
         self.begin = time.monotonic()
         self.deadline = self.begin + timeout
-        self._stream.send(data)
+        if isinstance(self._stream, DataStream):
+            self._stream.send_parts(parts)
+        else:
+            self._stream.send(b"".join(parts))
 
     def receive(self) -> bytes:
         try:
@@ -123,11 +127,11 @@ class _Transfer:
         self._given_up = False
         _watchdog.watch(self)
 
-    def replies(self) -> Iterator[bytes]:
-        """What the server answers, to the end of the call."""
+    def replies(self, place: Place | None = None) -> Iterator[bytes]:
+        """What the server answers, to the end of the call; nothing of what is put in its place."""
         while True:
             try:
-                data = self.stream.receive()
+                data = self.stream.receive(place)
             except StreamEndedError as error:
                 if self._given_up:
                     raise UnavailableError("no answer came in time") from None
@@ -153,7 +157,7 @@ class Server:
         self._idle: list[Session] = []
         self._lock = threading.Lock()
         self._data = DataPort(str(peer))
-        self._greeted = False
+        self._greeted = self._closed = False
         self._open()
 
     def _open(self) -> None:
@@ -204,14 +208,16 @@ class Server:
         finally:
             self._data.give_back(stream)
 
-    def pull(self, question: bytes, metadata: Metadata, timeout: float) -> Iterator[bytes]:
-        """A large read: the frames of the answer. grpc.RpcError, or ours, for whatever goes wrong."""
+    def pull(self, question: bytes, metadata: Metadata, timeout: float, place: Place) -> None:
+        """A large read; the frames of the answer go to their place. grpc.RpcError, or ours, if something goes wrong."""
         with self._transfer(_PULL, metadata, timeout) as transfer:
             if transfer is None:
-                yield from self.bulk.pull(question, metadata=metadata, timeout=timeout)
+                for data in self.bulk.pull(question, metadata=metadata, timeout=timeout):
+                    place(data, len(data))
                 return
             transfer.stream.send_parts((question,), last=True)
-            yield from transfer.replies()
+            for _ in transfer.replies(place):
+                pass
 
     def push(self, frames: Iterator[Sequence[Buffer]], metadata: Metadata, timeout: float) -> bytes:
         """A large update, in frames of parts: the answer. Raises as `pull`."""
@@ -229,7 +235,10 @@ class Server:
 
     def give_back(self, session: Session) -> None:
         with self._lock:
-            self._idle.append(session)
+            if not self._closed:
+                self._idle.append(session)
+                return
+        session.close()
 
     def hello(self) -> node_pb2.HelloReply:
         """The handshake. UnavailableError if nobody answers."""
@@ -259,6 +268,8 @@ class Server:
         self._data.drop()
 
     def close(self) -> None:
+        self._closed = True
         self.drop_sessions()
+        self._data.close()
         self._control.close()
         self._bulk.close()

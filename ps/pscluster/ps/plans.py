@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import UnavailableError
-from pscluster.core.frames import Buffer, pack, padding
+from pscluster.core.frames import Buffer, before_payload, pack, padding
 from pscluster.core.geometry import Block
 from pscluster.ps.counts import VariableCounts
 from pscluster.v1 import ps_pb2
@@ -85,8 +85,8 @@ class ReadPlan:
                 self.sizes[server] = offset + size + padding(size)
                 self.moved += size
         self._uncut = {landing.server for landing in self._landings if landing.place is None}
-        self.requests = {
-            server: pack(ps_pb2.Request(read=ps_pb2.ReadRequest(job=job, items=mine), last=True))
+        self.requests: dict[int, Sequence[Buffer]] = {
+            server: [pack(ps_pb2.Request(read=ps_pb2.ReadRequest(job=job, items=mine), last=True))]
             for server, mine in items.items()
         }
 
@@ -125,9 +125,13 @@ class PreparedRead:
         self.times, self.seconds = 0, 0.0  # how often it was answered, and how long that took
         self._settled = 0, 0.0
         self._counts = counts
-        self._sources = [(lock, values, bytes(padding(len(values)))) for lock, values in sources]
-        total = sum(len(values) + len(gap) for _, values, gap in self._sources)
-        self._head = ps_pb2.Reply(last=True, total_bytes=total, read=ps_pb2.ReadReply())
+        self._sources: list[tuple[threading.Lock, memoryview, slice]] = []
+        self._total = 0
+        for lock, values in sources:
+            self._sources.append((lock, values, slice(self._total, self._total + len(values))))
+            self._total += len(values) + padding(len(values))
+        head = ps_pb2.Reply(last=True, total_bytes=self._total, read=ps_pb2.ReadReply())
+        self._head = before_payload(head, self._total) if self._total else head.SerializeToString()
 
     def settle(self) -> None:
         """Have the variables know what was read of them since the last time: not each time, there may be hundreds."""
@@ -138,12 +142,10 @@ class PreparedRead:
             for counts, (_, values, _) in zip(self._counts, self._sources, strict=True):
                 counts.read(len(values) * times, seconds * len(values) / total, 0, times)
 
-    def reply(self) -> bytes:
-        """The whole frame; each array as it is at one moment, under its shard's lock."""
-        buffers: list[Buffer] = []
-        for lock, values, gap in self._sources:
+    def reply(self) -> list[Buffer]:
+        """The whole frame, in parts; each array as it is at one moment, under its shard's lock."""
+        payload = memoryview(bytearray(self._total))
+        for lock, values, place in self._sources:
             with lock:
-                buffers.append(bytes(values))
-            if gap:
-                buffers.append(gap)
-        return pack(self._head, buffers)
+                payload[place] = values
+        return [self._head, payload]

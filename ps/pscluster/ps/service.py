@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import grpc
 
@@ -16,7 +17,7 @@ from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.drain import Drain
 from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError, kind_of
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, pieces, unpack
+from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, parts_of, pieces, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count, shortened
 from pscluster.core.node import Role
@@ -231,16 +232,16 @@ class ParameterServerService:
         # It may be started again: whoever is refused tries again.
         self.drain = Drain(lambda: UnavailableError(f"ps {role.store.index} is stopping"))
 
-    def session(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Small requests, answered in order. A refused one does not end the session."""
-        name, counts = _name_of(context), self._counts
+    def session(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+        """Small requests, answered in order: with bytes, on the data plane in parts. A refused one does not end it."""
+        name, counts, takes_parts = _name_of(context), self._counts, getattr(context, "takes_parts", False)
         for nth, data in enumerate(requests, 1):
             begin = time.monotonic()
-            what, answer = self._reply(data, context)
+            what, parts = self._reply(data, context)
             end = time.monotonic()
             if what == "pull":
                 counts.pulls.add(end - begin)
-                nbytes = len(answer)
+                nbytes = sum(map(len, parts))
                 counts.pulled_bytes += nbytes
             elif what == "push":
                 counts.pushes.add(end - begin)
@@ -248,11 +249,11 @@ class ParameterServerService:
                 counts.pushed_bytes += nbytes
             if name and what:
                 counts.recording.served.append(Served(name, nth, what, begin, end))
-            yield answer
+            yield parts if takes_parts else b"".join(parts)
             reach("ps.answer.after")
 
-    def _reply(self, data: bytes, context: grpc.ServicerContext) -> tuple[str, bytes]:
-        """What it was, "pull", "push" or neither, and the answer."""
+    def _reply(self, data: bytes, context: grpc.ServicerContext) -> tuple[str, list[Buffer]]:
+        """What it was, "pull", "push" or neither, and the answer, in parts."""
         reply, buffers = ps_pb2.Reply(last=True), list[Buffer]()
         prepared = None if self._role.waiting else self._role.store.prepared(data)
         if prepared is None:
@@ -277,7 +278,7 @@ class ParameterServerService:
             reply.refusal.kind, reply.refusal.message = kind_of(error)[0], shortened(str(error))
             self._counts.refused += 1
         reply.total_bytes = sum(len(buffer) for buffer in buffers)
-        return _WORDS.get(reply.WhichOneof("body") or "", ""), pack(reply, buffers)
+        return _WORDS.get(reply.WhichOneof("body") or "", ""), parts_of(reply, buffers)
 
     def _answer(
         self, request: ps_pb2.Request, payload: memoryview, reply: ps_pb2.Reply, context: grpc.ServicerContext

@@ -13,7 +13,7 @@ import grpc
 
 from pscluster.core.channels import PeerAddress
 from pscluster.core.cluster import split_address
-from pscluster.core.data_plane.connection import ClosedError, Connection, Kind, Packet, as_buffers, supported
+from pscluster.core.data_plane.connection import ClosedError, Connection, Kind, Packet, Place, as_buffers, supported
 from pscluster.core.errors import ProtocolError
 from pscluster.core.frames import Buffer
 from pscluster.core.streams import CODES, Metadata, StreamEndedError
@@ -75,10 +75,10 @@ class DataStream:
         """OSError if the connection is broken."""
         self._connection.send(*packets)
 
-    def receive(self) -> bytes:
-        """Wait for a message. StreamEndedError once the call has ended."""
+    def receive(self, place: Place | None = None) -> bytes:
+        """Wait for a message, to have it or put it in its place. StreamEndedError once the call has ended."""
         try:
-            kind, body = self._connection.receive()
+            kind, body = self._connection.receive(place)
         except ClosedError:
             raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the connection was closed") from None
         except ProtocolError as error:
@@ -155,6 +155,7 @@ class DataPort:
         self._where: tuple[str, int] | None = None
         self._idle: list[Connection] = []
         self._avoid_until = 0.0
+        self._closed = False
 
     def learn(self, peer: PeerAddress, said: node_pb2.HelloReply | node_pb2.AttachEvent) -> None:
         """Where it is, as the role itself has said to who dialled it as this peer."""
@@ -207,11 +208,16 @@ class DataPort:
 
     def give_back(self, stream: DataStream) -> None:
         """The call is over. What can't be used again is closed."""
-        if stream.reusable is None:
-            stream.close()
-            return
         with self._lock:
-            self._idle.append(stream.reusable)
+            if stream.reusable is not None and not self._closed:
+                self._idle.append(stream.reusable)
+                return
+        stream.close()
+
+    def close(self) -> None:
+        """Nothing is given back any more."""
+        self._closed = True
+        self.drop()
 
     def drop(self) -> None:
         """Close what is idle."""

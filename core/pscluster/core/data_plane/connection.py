@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 from pscluster.core.errors import ProtocolError
@@ -14,6 +14,7 @@ from pscluster.core.limits import MAX_MESSAGE_BYTES
 
 _HEAD = struct.Struct("<IBBH")
 _MARK = 0xD5
+_START_BYTES = 128  # more than the header of a frame takes, nearly always
 _MAX_BUFFERS = 64  # of one system call; more are joined first
 _UNACKNOWLEDGED_MS = 20_000
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
@@ -33,6 +34,11 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 Packet = tuple[Kind, Sequence[Buffer]]
 """What it is, and its body: these buffers in order."""
+
+
+Place = Callable[[bytes, int], Iterable[memoryview] | None]
+"""Where a message goes, of which it is given the first bytes and the size: memory for the rest, which is not copied so.
+None if it needs the whole, which it is given in a second call."""
 
 
 class ClosedError(ConnectionError):
@@ -95,8 +101,8 @@ class Connection:
         """Send what was left. Waits for room; OSError if the connection is broken."""
         self._socket.sendall(data)
 
-    def receive(self) -> tuple[Kind, bytes]:
-        """Wait for a packet.
+    def receive(self, place: Place | None = None) -> tuple[Kind, bytes]:
+        """Wait for a packet; of a message that a place has taken there is nothing left.
 
         Raises:
             ClosedError: there will be no more.
@@ -109,7 +115,22 @@ class Connection:
             raise ProtocolError("what came is no packet of the data plane")
         if size > self.limit:
             raise ProtocolError(f"a message of {size:,} bytes, the limit is {self.limit:,}")
-        return kind, self._exactly(size) if size else b""
+        if place is None or kind is not Kind.MESSAGE:
+            return kind, self._exactly(size) if size else b""
+        self._put(place, size)
+        return kind, b""
+
+    def _put(self, place: Place, size: int) -> None:
+        start = self._exactly(min(size, _START_BYTES)) if size else b""
+        rest = place(start, size)
+        if rest is None:
+            rest = place(start + self._exactly(size - len(start)), size) or ()
+        for view in rest:
+            while len(view):
+                count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+                if not count:
+                    raise ClosedError("the connection was closed by the other side")
+                view = view[count:]
 
     def _exactly(self, size: int) -> bytes:
         data = self._socket.recv(size, socket.MSG_WAITALL)

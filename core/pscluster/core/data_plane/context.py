@@ -22,6 +22,8 @@ class HandlerAborted(Exception):  # noqa: N818  (it ends a handler, as gRPC's ow
 class DataContext(grpc.ServicerContext):
     """Of one call."""
 
+    takes_parts = True  # a handler may answer with a list of buffers, instead of joining them
+
     def __init__(self, connection: Connection, peer: str, call: data_plane_pb2.DataCall) -> None:
         self._connection = connection
         self._peer = peer

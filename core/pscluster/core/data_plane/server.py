@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from pscluster.core.data_plane.connection import ClosedError, Connection, Kind
 from pscluster.core.data_plane.context import DataContext, HandlerAborted
 from pscluster.core.errors import ProtocolError
+from pscluster.core.frames import Buffer
 from pscluster.core.limits import HANDSHAKE_SECONDS, MAX_CALL_BYTES, MAX_MESSAGE_BYTES, data_connections
 from pscluster.v1 import data_plane_pb2
 
@@ -31,6 +32,9 @@ MAX_STRANGERS = 64
 """Connections at a time on which no call was accepted yet."""
 
 _LOOK_SECONDS = 1.0
+
+Parts = bytes | Sequence[Buffer]
+"""An answer; see `DataContext.takes_parts`."""
 
 Lookup = Callable[[grpc.HandlerCallDetails], "grpc.RpcMethodHandler[Any, Any] | None"]
 
@@ -235,9 +239,9 @@ class DataServer:
         self._send(peer, Kind.STATUS, status.SerializeToString())
 
     @staticmethod
-    def _send(peer: _Peer, kind: Kind, body: bytes) -> None:
+    def _send(peer: _Peer, kind: Kind, body: Parts) -> None:
         try:
-            peer.connection.send((kind, (body,)))
+            peer.connection.send((kind, (body,) if isinstance(body, bytes) else body))
         except OSError as error:
             raise CallBrokenError(f"the connection broke: {error}") from None
 
@@ -279,11 +283,11 @@ class _Requests:
             pass
 
 
-def _as_it_is(answer: bytes) -> bytes:
+def _as_it_is(answer: Parts) -> Parts:
     return answer
 
 
-def _answers(handler: Any, requests: Iterator[bytes], context: DataContext) -> Iterator[bytes]:
+def _answers(handler: Any, requests: Iterator[bytes], context: DataContext) -> Iterator[Parts]:
     """What the handler answers, whatever its arity."""
     parse, serialize = handler.request_deserializer, handler.response_serializer or _as_it_is
     given: Any = requests if parse is None else map(parse, requests)
