@@ -228,7 +228,7 @@ class Request(_message.Message):
     def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateRequest, _Mapping]] = ..., create: _Optional[_Union[CreateRequest, _Mapping]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "read", "update", "refusal", "create", "total_bytes", "last", "pad", "payload")
+    __slots__ = ("id", "read", "update", "refusal", "create", "total_bytes", "last", "again", "pad", "payload")
     ID_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +236,7 @@ class Reply(_message.Message):
     CREATE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     id: int
@@ -245,9 +246,10 @@ class Reply(_message.Message):
     create: CreateReply
     total_bytes: int
     last: bool
+    again: bool
     pad: bytes
     payload: bytes
-    def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadReply, _Mapping]] = ..., update: _Optional[_Union[UpdateReply, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., create: _Optional[_Union[CreateReply, _Mapping]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadReply, _Mapping]] = ..., update: _Optional[_Union[UpdateReply, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., create: _Optional[_Union[CreateReply, _Mapping]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., again: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Initializer(_message.Message):
     __slots__ = ("name", "numbers", "function")

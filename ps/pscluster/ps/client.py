@@ -869,6 +869,7 @@ class _Sink:
         self._which = 0
         self._done = 0
         self._last = False
+        self._before = 0, 0  # where the last frame began
         self.received = 0  # bytes of all frames
 
     def take(self, start: bytes, size: int) -> list[memoryview] | None:
@@ -882,6 +883,9 @@ class _Sink:
             reply, at = found
             payload = memoryview(start)[at:]
         self.received += size
+        if reply.again:
+            self._which, self._done = self._before
+        self._before = self._which, self._done
         self._last = self._last or reply.last
         at = 0
         for room in self._room(len(payload)):

@@ -189,19 +189,21 @@ class _Frames:
         self._number, self._total = number, total
         self.done = 0
 
-    def packed(self, buffers: Sequence[Buffer]) -> bytes:
-        """The next frame, if these are its bytes."""
-        reply = ps_pb2.Reply(id=self._number)
-        if not self.done:
+    def parts(self, buffers: Sequence[Buffer], again: bool = False) -> list[Buffer]:
+        """The next frame, if these are its bytes; or the one before, again."""
+        size = sum(map(len, buffers))
+        before = self.done - size if again else self.done
+        reply = ps_pb2.Reply(id=self._number, again=again, last=before + size == self._total)
+        if not before:
             reply.total_bytes = self._total
             reply.read.SetInParent()
-        reply.last = self.done + sum(map(len, buffers)) == self._total
-        return pack(reply, buffers)
+        return parts_of(reply, buffers)
 
-    def sent(self, buffers: Sequence[Buffer]) -> bytes:
-        """The next frame, of these bytes."""
-        frame = self.packed(buffers)
-        self.done += sum(map(len, buffers))
+    def sent(self, buffers: Sequence[Buffer], again: bool = False) -> list[Buffer]:
+        """The next frame, of these bytes; or the one before, again."""
+        frame = self.parts(buffers, again)
+        if not again:
+            self.done += sum(map(len, buffers))
         return frame
 
 
@@ -302,17 +304,18 @@ class ParameterServerService:
             raise ProtocolError("a request without a body")
         return []
 
-    def pull(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """A read in frames."""
-        begin, nbytes = time.monotonic(), 0
+    def pull(self, data: bytes, context: grpc.ServicerContext) -> Iterator[Any]:
+        """A read in frames: of bytes, or on the data plane of parts, which are sent before they may change."""
+        begin, nbytes, takes_parts = time.monotonic(), 0, getattr(context, "takes_parts", False)
         with self.drain.passing():
-            for frame in self._frames_of(data, context):
-                nbytes += len(frame)
+            for frame in self._frames_of(data, context, takes_parts):
+                nbytes += sum(map(len, frame))
                 with self._patience.with_call(context):  # until the next is asked for
-                    yield frame
+                    yield frame if takes_parts else b"".join(frame)
         self._counted("pull", begin, nbytes, context)
 
-    def _frames_of(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _frames_of(self, data: bytes, context: grpc.ServicerContext, live: bool) -> Iterator[list[Buffer]]:
+        """In parts; those of live arrays are of use until the next frame is asked for."""
         request, payload = unpack(data, ps_pb2.Request)
         store = self._role.serving()
         if request.WhichOneof("body") != "read":
@@ -332,10 +335,14 @@ class ParameterServerService:
                         continue
                 yield from map(frames.sent, pieces(small))
                 small, size = [], 0
-                if isinstance(segment, Snapshot):
-                    for frame, packed in segment.packed(lambda chunk: frames.packed([chunk])):
-                        frames.done += packed
-                        yield frame
+                if not isinstance(segment, Snapshot):
+                    continue
+                if live:
+                    yield from (frames.sent([chunk], again) for chunk, again in segment.chunks())
+                    continue
+                for frame, packed in segment.packed(lambda chunk: b"".join(frames.parts([chunk]))):
+                    frames.done += packed
+                    yield [frame]
             yield from map(frames.sent, pieces(small) if total else [[]])
 
     def push(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:

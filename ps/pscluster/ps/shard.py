@@ -163,29 +163,37 @@ class Snapshot:
         return (chunk for chunk, _ in self.packed(bytes))
 
     def packed(self, pack: Callable[[memoryview], bytes]) -> Iterator[tuple[bytes, int]]:
-        """What `pack` makes of each chunk, and the chunk's size.
+        """What `pack`, which copies it, makes of each chunk, and the chunk's size."""
+        made: tuple[bytes, int] | None = None
+        for chunk, again in self.chunks():
+            if made is not None and not again:
+                yield made
+            made = pack(chunk), len(chunk)
+        if made is not None:
+            yield made
 
-        It copies the chunk, of the live array and without the lock, so that neither has to wait. An update that
-        comes in between saves the block first: then the copy may be torn, and is made anew of what was saved.
+    def chunks(self) -> Iterator[tuple[memoryview, bool]]:
+        """Chunks to be copied or sent before the next is asked for; and whether it is the one before, again.
+
+        It is of the live array, and nobody has the lock, so that neither has to wait. An update that comes in between
+        saves the block first: then what was copied may be torn, and is given again as it was.
         """
         while self._position < self._stop:
             start, block = self._position, self._position // CHUNK_BYTES
             base = block * CHUNK_BYTES
-            end = min(base + CHUNK_BYTES, self._stop)
-            made = None
+            end, again = min(base + CHUNK_BYTES, self._stop), False
             with self._shard.lock:
                 saved = self._saved.pop(block, None)
                 if saved is not None:
                     self._position = end
             if saved is None:
-                made = pack(self._bytes[start:end])
+                yield self._bytes[start:end], False
                 with self._shard.lock:
                     saved = self._saved.pop(block, None)
                     self._position = end
+                again = saved is not None
             if saved is not None:
-                made = pack(memoryview(saved)[start - base : end - base])
-            assert made is not None  # either of the two has made it
-            yield made, end - start
+                yield memoryview(saved)[start - base : end - base], again
 
     def close(self) -> None:
         """No more will be read."""
