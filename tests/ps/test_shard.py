@@ -41,6 +41,28 @@ class Reading:
         self.got = b""
 
 
+class Sending(Reading):
+    """The same as it is sent: each chunk may be looked at until the next is asked for, and may come again then."""
+
+    def __init__(self, snapshot: Snapshot, expected: bytes, waits: Callable[[], None]) -> None:
+        super().__init__(snapshot, expected, bytes)
+        self.waits = waits  # while the network is slow
+        self.chunks = self.sent()
+
+    def sent(self) -> Iterator[bytes]:
+        """What the other side has of each chunk once no other comes in its place."""
+        before = None
+        chunks = self.snapshot.chunks()
+        while (following := next(chunks, None)) is not None:
+            chunk, again = following
+            if before is not None and not again:
+                yield before
+            self.waits()
+            before = bytes(chunk)
+        if before is not None:
+            yield before
+
+
 class SnapshotMachine(RuleBasedStateMachine):
     """Snapshots of one shard, read chunk by chunk in any order between updates, against copies made at once."""
 
@@ -68,6 +90,20 @@ class SnapshotMachine(RuleBasedStateMachine):
         stop = data.draw(st.integers(start, self.array.nbytes))
         expected = self.array.tobytes()[start:stop]
         self.readings.append(Reading(self.shard.snapshot(start, stop), expected, self.copy))
+
+    @rule(data=st.data())
+    def begin_to_send(self, data: st.DataObject) -> None:
+        """The same, of the live array."""
+        start = data.draw(st.integers(0, self.array.nbytes))
+        stop = data.draw(st.integers(start, self.array.nbytes))
+        expected = self.array.tobytes()[start:stop]
+        self.readings.append(Sending(self.shard.snapshot(start, stop), expected, self.maybe_change))
+
+    def maybe_change(self) -> None:
+        """While a chunk waits to be sent an update may come."""
+        if self.interrupt:
+            self.interrupt = False
+            self.change_all()
 
     def copy(self, chunk: memoryview) -> bytes:
         """A copy of a chunk, in the middle of which an update may come."""
