@@ -36,7 +36,7 @@ class Reading:
 
     def __init__(self, snapshot: Snapshot, expected: bytes, copy: Callable[[memoryview], bytes]) -> None:
         self.snapshot = snapshot
-        self.chunks = (chunk for chunk, _ in snapshot.packed(copy))
+        self.chunks: Iterator[bytes] = (chunk for chunk, _ in snapshot.packed(copy))
         self.expected = expected
         self.got = b""
 
