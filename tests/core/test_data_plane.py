@@ -386,8 +386,7 @@ def test_connections_leave_nothing_behind(server: DataServer, port: DataPort) ->
 def test_a_packet_in_pieces() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        reader = object.__new__(Connection)
-        reader._socket, reader.limit = ours, MAX_MESSAGE_BYTES
+        reader = Connection(ours)
         packet = _packet(Kind.MESSAGE, LARGE)
 
         def send() -> None:

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import random
+import socket
 import struct
 import sys
 import tempfile
@@ -38,10 +39,12 @@ from pscluster.coordinator.checkpoints.index import (
 from pscluster.coordinator.job_progress import decoded
 from pscluster.coordinator.visits import Visits
 from pscluster.core.cluster import TFConfig, split_address
+from pscluster.core.data_plane.connection import ClosedError, Connection, Kind, as_buffers
 from pscluster.core.definitions import capture, resolve, split_off_bulk
 from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError, from_kind
 from pscluster.core.frames import Assembler, pack, padding, unpack
 from pscluster.core.identity import VERSION
+from pscluster.core.limits import MAX_CALL_BYTES
 from pscluster.core.node import NodeService
 from pscluster.core.tokens import load_token
 from pscluster.core.trust import Trust, settle, trust
@@ -55,7 +58,7 @@ from pscluster.ps.durable.state import restored
 from pscluster.ps.handles import handle_of
 from pscluster.ps.schedules import ExponentialDecay
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
-from pscluster.v1 import definition_pb2, node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
+from pscluster.v1 import data_plane_pb2, definition_pb2, node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
 from pscluster.worker.failures import failure_of, rebuild_failure
 from pscluster.worker.parts import Part, Reader
 from pscluster.worker.pipelines import Pipeline
@@ -670,6 +673,33 @@ _TF_CONFIG = json.dumps(
 )
 
 
+def _packets_examples() -> list[bytes]:
+    call = data_plane_pb2.DataCall(path="/a/B", metadata=[data_plane_pb2.DataMetadata(key="k", value="v")])
+    status = data_plane_pb2.DataStatus(code=14, details="gone", trailing=call.metadata)
+    messages = [(Kind.CALL, (call.SerializeToString(),)), (Kind.MESSAGE, (b"one",)), (Kind.MESSAGE, (b"t", b"wo" * 99))]
+    return [
+        b"".join(as_buffers([*messages, (Kind.END, ())])),
+        b"".join(as_buffers([messages[1], (Kind.STATUS, (status.SerializeToString(),))])),
+    ]
+
+
+def _packets(data: bytes) -> None:
+    """What a stranger sends on the data plane, or a server to its client; the whole of it fits into the socket."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data)
+        theirs.shutdown(socket.SHUT_WR)
+        reader = Connection(ours)
+        reader.limit = MAX_CALL_BYTES
+        with contextlib.suppress(ClosedError):
+            while True:
+                kind, body = reader.receive()
+                if kind is Kind.CALL:
+                    data_plane_pb2.DataCall.FromString(body)
+                elif kind is Kind.STATUS:
+                    data_plane_pb2.DataStatus.FromString(body)
+
+
 def all_decoders(folder: Path) -> list[Decoder]:
     """All of them; their files are in the folder."""
     files, node, worker, functions = _Files(folder), _Node(), _Worker(), _Functions(folder)
@@ -686,6 +716,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("call", _call_example(), _decode_call),
         Decoder("failure", _failures(), _failure),
         Decoder("frames", _frames_examples(), _frames),
+        Decoder("packets", _packets_examples(), _packets),
         Decoder("session", frames, servers.session),
         Decoder("push", _push_examples(), servers.push),
         Decoder("pull", pulls, servers.pull),

@@ -17,7 +17,7 @@ from tests.fuzz.mutations import mutated
 
 FOUND = sorted((Path(__file__).parent / "found").iterdir())
 NAMES = (
-    *("value", "call", "failure", "frames", "session", "push", "pull", "ps", "node", "worker", "function"),
+    *("value", "call", "failure", "frames", "packets", "session", "push", "pull", "ps", "node", "worker", "function"),
     *("part", "handle", "index", "tensor", "manifest", "log", "token", "tf_config", "address", "position"),
 )
 INPUTS = 150

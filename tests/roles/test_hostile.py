@@ -23,6 +23,7 @@ from tests.roles.wire import SERVICES
 from pscluster.core import limits
 from pscluster.core.channels import NODE_SERVICE
 from pscluster.core.doorkeeper import _LOOKS_TO_FORGET, Doorkeeper, _peer_of
+from pscluster.core.identity import make_identity
 from pscluster.core.limits import raise_descriptor_limit
 from pscluster.core.rpc import Stub
 from pscluster.core.tokens import call_metadata
@@ -89,6 +90,17 @@ class Working:
         """Bytes of memory, by role."""
         return {job: process.resident_bytes() for job, process in self.processes.items()}
 
+    def data_addresses(self) -> dict[str, str]:
+        """Where the data planes are, by role."""
+        found = {}
+        for job in ("ps", "worker"):
+            with grpc.insecure_channel(self.addresses[job]) as channel:
+                request = node_pb2.HelloRequest(identity=make_identity("tool", 0))
+                hello = Stub(channel, NODE_SERVICE).hello(request, metadata=call_metadata(TOKEN), timeout=60)
+            assert hello.data_port
+            found[job] = f"127.0.0.1:{hello.data_port}"
+        return found
+
     def answers(self, job: str) -> bool:
         """Does the role take a new connection of somebody who belongs here?"""
         with grpc.insecure_channel(self.addresses[job], options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
@@ -121,6 +133,9 @@ def test_rubbish_and_bombs(working: Working) -> None:
     for job, address in working.addresses.items():
         rubbish(address, generator)
         bombs(address, SERVICES[job][:-1])
+        working.goes_on(1)
+    for address in working.data_addresses().values():
+        rubbish(address, generator)
         working.goes_on(1)
     grown = {job: size - before[job] for job, size in working.resident().items()}
     assert all(size < GROWTH for size in grown.values()), grown
@@ -155,6 +170,9 @@ def test_a_crowd_and_slow_ones(working: Working) -> None:
                 with crowd(address, count):
                     working.goes_on()
                     until(lambda job=job: working.answers(job), f"{job} lets somebody in")  # type: ignore[misc]
+            for address in working.data_addresses().values():
+                with crowd(address, count):
+                    working.goes_on()
         finally:
             over.set()
         assert all(each.result() for each in slow)

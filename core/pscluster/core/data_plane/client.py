@@ -13,7 +13,16 @@ import grpc
 
 from pscluster.core.channels import PeerAddress
 from pscluster.core.cluster import split_address
-from pscluster.core.data_plane.connection import ClosedError, Connection, Kind, Packet, Place, as_buffers, supported
+from pscluster.core.data_plane.connection import (
+    ClosedError,
+    Connection,
+    Kind,
+    Packet,
+    Place,
+    as_buffers,
+    supported,
+    tuned,
+)
 from pscluster.core.errors import ProtocolError
 from pscluster.core.frames import Buffer
 from pscluster.core.streams import CODES, Metadata, StreamEndedError
@@ -193,7 +202,7 @@ class DataPort:
         if where is None or not self.usable():
             return None
         try:
-            return Connection(socket.create_connection(where, timeout=CONNECT_SECONDS))
+            return Connection(tuned(socket.create_connection(where, timeout=CONNECT_SECONDS)))
         except OSError as error:
             self.avoid(str(error))
             return None

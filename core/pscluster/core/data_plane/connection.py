@@ -59,6 +59,21 @@ def supported() -> bool:
     return hasattr(socket, "TCP_USER_TIMEOUT")
 
 
+def tuned(connected: socket.socket) -> socket.socket:
+    """The same, as the data plane wants it: at once, and not for ever. Closed, and an OSError, if it has ended already."""
+    try:
+        connected.settimeout(None)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
 class Connection:
     """Packets over a connected socket.
 
@@ -66,12 +81,6 @@ class Connection:
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        connected.settimeout(None)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._socket = connected
         self.limit = MAX_MESSAGE_BYTES  # of a packet that comes
 

@@ -59,8 +59,8 @@ class DataContext(grpc.ServicerContext):
 
     def cancel(self) -> bool:
         """End it with its connection: whoever reads or writes there is told by an exception."""
-        self.end()
         self._connection.shut()
+        self.end()
         return True
 
     def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import grpc
 from google.protobuf.message import DecodeError
 
-from pscluster.core.data_plane.connection import ClosedError, Connection, Kind
+from pscluster.core.data_plane.connection import ClosedError, Connection, Kind, tuned
 from pscluster.core.data_plane.context import DataContext, HandlerAborted
 from pscluster.core.errors import ProtocolError
 from pscluster.core.frames import Buffer
@@ -54,13 +54,24 @@ class _Peer:
     """A connection, and the call on it."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self.connection = Connection(connected)
+        self.connection = Connection(tuned(connected))
         self.connection.limit = MAX_CALL_BYTES
         host, port = connected.getpeername()[:2]
         self.name = f"data:{host}:{port}"
         self.since = time.monotonic()
         self.known = False
+        self.turned_out = False
         self.context: DataContext | None = None
+
+    @property
+    def is_stranger(self) -> bool:
+        """Has no call of it been accepted, and may one still be?"""
+        return not (self.known or self.turned_out)
+
+    def turn_out(self) -> None:
+        """Its thread finds that it is closed."""
+        self.turned_out = True
+        self.connection.shut()
 
     def gone(self) -> None:
         """Nobody is on the other side any more."""
@@ -121,8 +132,8 @@ class DataServer:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         for peer in peers:
+            peer.connection.shut()  # first: a handler that is told that nobody waits may end as if all were well
             peer.gone()
-            peer.connection.shut()
 
     # Connections
 
@@ -146,9 +157,9 @@ class DataServer:
             if not full:
                 self._peers[peer.name] = self._by_number[peer.connection.fileno()] = peer
                 self._epoll.register(peer.connection.fileno(), select.EPOLLRDHUP)
-            strangers = [each for each in self._peers.values() if not each.known]
+            strangers = [each for each in self._peers.values() if each.is_stranger]
         if len(strangers) > MAX_STRANGERS:
-            min(strangers, key=lambda each: each.since).connection.shut()
+            min(strangers, key=lambda each: each.since).turn_out()
         if full:
             self._answer(peer, _status(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more connections are taken here"))
             peer.connection.close()
@@ -170,11 +181,11 @@ class DataServer:
             with self._lock:
                 gone = [peer for number, _ in events if (peer := self._gone(number)) is not None]
                 late = time.monotonic() - HANDSHAKE_SECONDS
-                silent = [each for each in self._peers.values() if not each.known and each.since < late]
+                silent = [each for each in self._peers.values() if each.is_stranger and each.since < late]
             for peer in gone:
                 peer.gone()
             for peer in silent:
-                peer.connection.shut()
+                peer.turn_out()
 
     def _gone(self, number: int) -> _Peer | None:
         """Under the lock. The event may be of a connection that had the number before: so it is looked at again."""
