@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from tests.conftest import PATIENCE
 
 from pscluster.core.data_plane import client as client_module
 from pscluster.core.data_plane import server as server_module
-from pscluster.core.data_plane.client import DataPort, DataStream
+from pscluster.core.data_plane.client import DataPort, DataStream, PromptStream
 from pscluster.core.data_plane.connection import Connection, Kind
 from pscluster.core.data_plane.server import MAX_STRANGERS, DataServer
 from pscluster.core.errors import KIND_METADATA
@@ -57,9 +58,12 @@ class Service:
             yield str(number).encode() + LARGE
 
     def total(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """Bytes of all messages; refuses at the first that begins so."""
+        """Bytes of all messages; refuses at the first that begins so, or reads on when it may."""
         size = 0
         for request in requests:
+            if request == b"wait":
+                self.began.set()
+                self.ended.wait(PATIENCE)
             if request.startswith(b"no"):
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
             size += len(request)
@@ -397,3 +401,48 @@ def test_a_packet_in_pieces() -> None:
         sender.start()
         assert reader.receive() == (Kind.MESSAGE, LARGE)
         sender.join(PATIENCE)
+
+
+def open_prompt(port: DataPort, method: str = "Echo") -> PromptStream:
+    """A call of the other kind."""
+    stream = port.open_prompt(f"/test/{method}", METADATA)
+    assert stream is not None
+    return stream
+
+
+def test_sending_does_not_wait(port: DataPort, service: Service) -> None:
+    """Far more than a socket holds, to a server that does not read; when it does, all comes, in order."""
+    stream = open_prompt(port, "Total")
+    stream.send(b"wait")
+    sent = [b"wait", *[bytes([number]) * (1 << 20) for number in range(40)]]
+    for message in sent[1:]:
+        stream.send(message)
+    stream.end()
+    assert service.began.wait(PATIENCE)
+    service.ended.set()
+    assert stream.receive() == str(sum(map(len, sent))).encode()
+    assert rest_of(stream)[1].code() is grpc.StatusCode.OK
+    stream.close()
+
+
+def test_messages_by_many_threads_stay_whole(port: DataPort) -> None:
+    stream = open_prompt(port)
+    with ThreadPoolExecutor(8) as pool:
+        for size in (1, 70_000) * 200:
+            pool.submit(stream.send, bytes([size % 251]) * size)
+        got = [stream.receive() for _ in range(400)]
+    assert sorted({(len(message), message[0]) for message in got}) == [(1, 1), (70_000, 70_000 % 251)]
+    assert all(message == message[:1] * len(message) for message in got)
+    stream.close()
+
+
+def test_closed_with_a_backlog(port: DataPort, service: Service) -> None:
+    stream = open_prompt(port)
+    stream.send(b"wait")
+    for _ in range(40):
+        stream.send(bytes(1 << 20))
+    assert service.began.wait(PATIENCE)
+    stream.close()
+    stream.send(b"too late")
+    assert service.ended.wait(PATIENCE)
+    assert not [thread for thread in threading.enumerate() if thread.name == "data-send"]

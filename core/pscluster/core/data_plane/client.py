@@ -114,7 +114,7 @@ class DataStream:
     def close(self) -> None:
         """By the thread that receives, or while none does."""
         self._connection.shut()
-        self._connection.close()
+        self._connection.break_off()
 
 
 class PromptStream(DataStream):
@@ -130,22 +130,25 @@ class PromptStream(DataStream):
         super().__init__(connection, path, metadata, on_full)
         self._lock = threading.Lock()
         self._backlog: deque[bytes] = deque()
-        self._flushing = False
+        self._sender: threading.Thread | None = None  # while there is a backlog
+        self._closed = False
 
     def _put(self, packets: Sequence[Packet]) -> None:
         with self._lock:
-            if self._flushing:
+            if self._closed:
+                return
+            if self._sender is not None:
                 self._backlog.append(b"".join(as_buffers(packets)))
             elif left := self._connection.start_to_send(*packets):
                 self._backlog.append(left)
-                self._flushing = True
-                threading.Thread(target=self._flush, name="data-send", daemon=True).start()
+                self._sender = threading.Thread(target=self._send_backlog, name="data-send", daemon=True)
+                self._sender.start()
 
-    def _flush(self) -> None:
+    def _send_backlog(self) -> None:
         while True:
             with self._lock:
                 if not self._backlog:
-                    self._flushing = False
+                    self._sender = None
                     return
                 data = self._backlog.popleft()
             try:
@@ -153,6 +156,15 @@ class PromptStream(DataStream):
             except OSError:  # nothing more will arrive; who receives is told
                 self._connection.shut()
                 return
+
+    def close(self) -> None:
+        """By the thread that receives, or while none does. Nobody else uses the connection any more then."""
+        self._connection.shut()
+        with self._lock:
+            self._closed, sender = True, self._sender
+        if sender is not None:
+            sender.join()
+        self._connection.break_off()
 
 
 class DataPort:

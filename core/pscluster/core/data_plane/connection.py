@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
@@ -12,6 +13,7 @@ from pscluster.core.errors import ProtocolError
 from pscluster.core.frames import Buffer
 from pscluster.core.limits import MAX_MESSAGE_BYTES
 
+_AT_ONCE = struct.pack("ii", 1, 0)
 _HEAD = struct.Struct("<IBBH")
 _MARK = 0xD5
 _START_BYTES = 128  # more than the header of a frame takes, nearly always
@@ -60,7 +62,7 @@ def supported() -> bool:
 
 
 def tuned(connected: socket.socket) -> socket.socket:
-    """The same, as the data plane wants it: at once, and not for ever. Closed, and an OSError, if it has ended already."""
+    """The same, set to send at once, and to end some day. Closed, and an OSError, if it has ended already."""
     try:
         connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -77,11 +79,12 @@ def tuned(connected: socket.socket) -> socket.socket:
 class Connection:
     """Packets over a connected socket.
 
-    One thread reads and one writes at a time; any may call `shut`.
+    One thread reads and one writes at a time, and none does when it is closed; any may call `shut`, at any time.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        self._lock = threading.Lock()  # else `shut` could meet another connection that has the descriptor by now
         self.limit = MAX_MESSAGE_BYTES  # of a packet that comes
 
     def fileno(self) -> int:
@@ -155,9 +158,16 @@ class Connection:
 
     def shut(self) -> None:
         """End it for whoever reads or writes, here and there."""
-        with contextlib.suppress(OSError):  # it is closed already, or the peer has gone
+        with self._lock, contextlib.suppress(OSError):  # it is closed already, or the peer has gone
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Give it back. By the thread that uses it."""
-        self._socket.close()
+        with self._lock:
+            self._socket.close()
+
+    def break_off(self) -> None:
+        """The same; what is still to be sent is not, so that the other side learns of the end without reading it."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+        self.close()

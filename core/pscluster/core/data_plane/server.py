@@ -114,8 +114,7 @@ class DataServer:
         self._by_number: dict[int, _Peer] = {}
         self._epoll = select.epoll()
         self._over = False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self._listener = _listening(host, port)
         self.port: int = self._listener.getsockname()[1]
 
     def start(self) -> None:
@@ -167,6 +166,7 @@ class DataServer:
         threading.Thread(target=self._serve, args=(peer,), name="data", daemon=True).start()
 
     def _drop(self, peer: _Peer) -> None:
+        peer.connection.shut()  # for a thread of the handler's that still reads
         with self._lock:
             number = peer.connection.fileno()
             if self._by_number.pop(number, None) is not None:
@@ -255,6 +255,12 @@ class DataServer:
             peer.connection.send((kind, (body,) if isinstance(body, bytes) else body))
         except OSError as error:
             raise CallBrokenError(f"the connection broke: {error}") from None
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()  # as gRPC does there
+    return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
 
 
 def _status(code: grpc.StatusCode, details: str) -> data_plane_pb2.DataStatus:
