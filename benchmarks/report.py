@@ -112,11 +112,13 @@ TensorFlow's functions are traced by then.
   batches of 512; ours in NumPy, TensorFlow's a traced function with its own gradients and kernels.
 - **Training loop**: an epoch of `fit` over data of each worker's own, each step a multiplication of two matrices;
   beside it functions that TensorFlow's coordinator schedules, joins and fetches, of one step each, or 16 in a loop.
-- **One client, one server**: a worker reads or assigns one tensor; beside it a Python socket that sends from, and
-  receives into, warm memory.
-- **Bare gRPC** is the limit: the same bytes between as many servers and workers, moved by Python's gRPC with nothing
-  around it (`grpc_side.py`): no variables, checks, locks or once-only updates, and no optimizer: rows that would be a
-  gradient are subtracted. For "schedule to fetch" it is a byte there and back, with no queue and no function.
+- **One client, one server**: a worker reads or assigns one tensor.
+- **The raw socket** is the limit: the same bytes between as many servers and workers, over a Python socket from each
+  worker to each server, with nothing around it (`socket_side.py`): no variables, checks, locks or once-only updates,
+  memory that is warm and the same each time, pushes that go to their place as they come, and no optimizer: rows that
+  would be a gradient are subtracted. For "schedule to fetch" it is a byte there and back, no queue and no function.
+- **Bare gRPC** is the same by Python's gRPC (`grpc_side.py`). Ours goes over its data plane; see
+  [Performance](performance.md#the-data-plane).
 - Nothing is kept by clients (`PSCLUSTER_KEEP_MIB=0`), but where the row says so: rows are about moving bytes.
 """
 

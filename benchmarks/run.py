@@ -35,7 +35,7 @@ from harness import (
 from report import Cost, Figures, Report, write
 
 OURS, TENSORFLOW, RAY, TORCH, DASK = "pscluster", "TensorFlow", "Ray", "torch rpc", "Dask"
-SOCKET, BARE = "raw socket", "bare gRPC"
+LIMITS = SOCKET, BARE = "raw socket", "bare gRPC"
 TABLE_IDS, BATCH, VARIABLES = 10_000, 512, 500
 MIB = 1 << 20
 GIB = 1 << 30
@@ -81,7 +81,7 @@ DISPATCH_GOALS = (((TENSORFLOW,), 20.0), ((RAY, TORCH), 3.0))
 
 def _dispatch_rows() -> list[Row]:
     n = {OURS: 20_000, TENSORFLOW: 1_000, RAY: 4_000, TORCH: 8_000, DASK: 500}
-    few = {OURS: 500, TENSORFLOW: 200, RAY: 500, TORCH: 500, DASK: 50, BARE: 500}
+    few = {OURS: 500, TENSORFLOW: 200, RAY: 500, TORCH: 500, DASK: 50, BARE: 500, SOCKET: 500}
     latency = (((TENSORFLOW,), 6.0),)
     return [
         Row("empty", "empty functions", "/s", "empty", n, DISPATCH_GOALS, _rate(1), {"result": False}),
@@ -106,7 +106,7 @@ def _dense_row(do: str, mib: int, n: int) -> Row:
         f"dense {do}, {mib} MiB",
         "GiB/s",
         do,
-        {OURS: n, TENSORFLOW: n, BARE: n},
+        {OURS: n, TENSORFLOW: n, BARE: n, SOCKET: n},
         (((TENSORFLOW,), 2.5),),
         _rate(mib * MIB / GIB),
         {"mib": mib},
@@ -126,7 +126,7 @@ def _sparse_rows() -> list[Row]:
             f"read {VARIABLES} variables of 4 KiB",
             "steps/s",
             "many",
-            {OURS: 40, TENSORFLOW: 20, BARE: 40},
+            {OURS: 40, TENSORFLOW: 20, BARE: 40, SOCKET: 40},
             (((TENSORFLOW,), 10.0),),
             _rate(1),
             {"variables": VARIABLES},
@@ -137,7 +137,7 @@ def _sparse_rows() -> list[Row]:
             "gather 10 k rows of 64",
             "M rows/s",
             "gather",
-            {OURS: 100, TENSORFLOW: 80, BARE: 100},
+            {OURS: 100, TENSORFLOW: 80, BARE: 100, SOCKET: 100},
             (((TENSORFLOW,), 3.0),),
             _rate(TABLE_IDS / 1e6),
             {"ids": TABLE_IDS},
@@ -148,7 +148,7 @@ def _sparse_rows() -> list[Row]:
             "gather 10 k rows of 64 and apply {optimizer}",
             "M rows/s",
             "gather_update",
-            {OURS: 50, TENSORFLOW: 50, BARE: 50},
+            {OURS: 50, TENSORFLOW: 50, BARE: 50, SOCKET: 50},
             (((TENSORFLOW,), 3.0),),
             _rate(TABLE_IDS / 1e6),
             {"ids": TABLE_IDS},
@@ -228,7 +228,7 @@ class Bench:
         if name == OURS:
             return Side(OURS, "pscluster_side.py", f"--ps={ps}", f"--workers={workers}", isolated=self._isolated)
         if name == SOCKET:
-            return Side(SOCKET, "socket_side.py", isolated=self._isolated)
+            return Side(SOCKET, "socket_side.py", f"--ps={ps}", f"--workers={workers}", isolated=self._isolated)
         if name == BARE:
             return Side(BARE, "grpc_side.py", f"--ps={ps}", f"--workers={workers}", isolated=self._isolated)
         script, module = scripts[name]
@@ -273,7 +273,7 @@ class Bench:
         arguments, title = dict(row.arguments), row.title
         mine = {name: side for name, side in sides.items() if name in row.sides}
         if row.pick_optimizer:
-            known = [side.ask("optimizer_names") for name, side in mine.items() if name != BARE]
+            known = [side.ask("optimizer_names") for name, side in mine.items() if name not in LIMITS]
             arguments["optimizer"] = next(each for each in known[0] if all(each in other for other in known))
             title = title.format(optimizer=arguments["optimizer"])
         figures: dict[str, list[float]] = {name: [] for name in mine}

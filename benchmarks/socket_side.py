@@ -1,20 +1,22 @@
-"""The limit: one TCP connection over loopback between two Python processes, nothing on it but the bytes.
+"""The limit: TCP connections between Python processes, nothing on them but the bytes; see `bare`.
 
-The client receives into, and sends from, memory that is warm; the server likewise. A push ends with a byte
-that says it has all come.
+socket_side.py [--ps N] [--workers N]. A client receives into, and sends from, memory that is warm; a server likewise.
+A push ends with a byte that says it has all come.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
-import subprocess
 import sys
-import time
+import threading
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-from driver import Handlers, serve
+import bare
+
+_HEAD = struct.Struct("<BQ")
+_PULL, _PUSH, _EXCHANGE = range(3)
 
 
 def _receive(connection: socket.socket, into: memoryview) -> bool:
@@ -27,60 +29,83 @@ def _receive(connection: socket.socket, into: memoryview) -> bool:
     return True
 
 
-def server() -> None:
-    """Answer one connection until it ends."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(60)
-        print(listener.getsockname()[1], flush=True)
-        connection, _ = listener.accept()
+def _serve(connection: socket.socket, data: bare.Data) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    data: dict[int, memoryview] = {}
-    head = bytearray(9)
-    while _receive(connection, memoryview(head)):
-        push, size = struct.unpack("!?Q", head)
-        if size not in data:
-            data[size] = memoryview(np.ones(size, np.uint8)).cast("B")
-        if push:
-            if not _receive(connection, data[size]):
+    head, request = memoryview(bytearray(_HEAD.size)), memoryview(bytearray())
+    while _receive(connection, head):
+        kind, size = _HEAD.unpack(head)
+        if kind == _PULL:
+            connection.sendall(data.held(size))
+        elif kind == _PUSH:
+            if not _receive(connection, data.held(size)):
                 return
             connection.sendall(b"!")
         else:
-            connection.sendall(data[size])
+            if len(request) < size:
+                request = memoryview(bytearray(size))
+            if not _receive(connection, request[:size]):
+                return
+            answer = data.answer(request[:size])
+            connection.sendmsg([struct.pack("<Q", len(answer))])
+            connection.sendall(answer)
 
 
-def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
-    """Start the server's process and connect."""
-    process = subprocess.Popen([sys.executable, __file__, "--server"], stdout=subprocess.PIPE, text=True)
-    stack.callback(process.wait, 10)
-    stack.callback(process.kill)
-    assert process.stdout is not None
-    connection = socket.create_connection(("127.0.0.1", int(process.stdout.readline())), timeout=60)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stack.callback(connection.close)
-    data: dict[int, memoryview] = {}
+def server(data: bare.Data) -> None:
+    """Answer until killed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=_serve, args=(connection, data), daemon=True).start()
 
-    def single(mib: int, n: int, push: bool) -> list[float]:
-        size = mib << 20
-        if size not in data:
-            data[size] = memoryview(np.ones(size, np.uint8)).cast("B")
-        took = []
-        for _ in range(n):
-            begin = time.perf_counter()
-            connection.sendall(struct.pack("!?Q", push, size))
-            if push:
-                connection.sendall(data[size])
-                assert connection.recv(1) == b"!"
-            else:
-                assert _receive(connection, data[size])
-            took.append(time.perf_counter() - begin)
-        return took
 
-    return {"single": single}, {"python": sys.version.split()[0]}
+class Client(bare.Client):
+    """Over sockets."""
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        super().__init__(len(ports))
+        self._connections = [socket.create_connection(("127.0.0.1", port), timeout=60) for port in ports]
+        for connection in self._connections:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def pull(self, size: int) -> None:
+        part = size // self._servers
+
+        def take(server: int) -> None:
+            connection = self._connections[server]
+            connection.sendall(_HEAD.pack(_PULL, part))
+            assert _receive(connection, self.warm(part, server))
+
+        self.on_each(take)
+
+    def push(self, size: int) -> None:
+        part = size // self._servers
+        values = self.warm(part)
+
+        def give(server: int) -> None:
+            connection = self._connections[server]
+            connection.sendall(_HEAD.pack(_PUSH, part))
+            connection.sendall(values)
+            assert connection.recv(1) == b"!"
+
+        self.on_each(give)
+
+    def exchange(self, requests: Sequence[bare.Parts]) -> list[Any]:
+        for connection, request in zip(self._connections, requests, strict=True):
+            parts = [memoryview(part).cast("B") for part in request]
+            connection.sendall(_HEAD.pack(_EXCHANGE, sum(map(len, parts))))
+            for part in parts:
+                connection.sendall(part)
+        answers = []
+        for connection in self._connections:
+            head = memoryview(bytearray(8))
+            assert _receive(connection, head)
+            answer = memoryview(bytearray(*struct.unpack("<Q", head)))
+            assert _receive(connection, answer)
+            answers.append(answer)
+        return answers
 
 
 if __name__ == "__main__":
-    if "--server" in sys.argv:
-        server()
-    else:
-        serve(start)
+    bare.main(__file__, server, Client, lambda: {"python": sys.version.split()[0]})
