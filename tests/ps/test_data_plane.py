@@ -138,3 +138,12 @@ def test_without_a_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ports_that_are_none(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"the data port is .*; give one from 1 to 65535, 0"):
         data_port_of(text)
+
+
+def test_a_port_for_one_process_does_not_keep_a_local_cluster_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DATA_PORT_VARIABLE, "47123")
+    with LocalCluster(2, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
+        assert all(session_of(strategy.client, server).direct for server in range(2))
+        ports = {server._data._where for server in strategy.client._servers}
+        assert len(ports) == 2
+        assert ("127.0.0.1", 47123) not in ports

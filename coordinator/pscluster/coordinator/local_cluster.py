@@ -70,7 +70,13 @@ from pscluster.coordinator.supervisor import (
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
 from pscluster.core.process import LOG_FORMATS, LOG_LEVELS
-from pscluster.core.serving import GRACE_SECONDS, METRICS_PORT_VARIABLE, metrics_port_of
+from pscluster.core.serving import (
+    DATA_PORT_VARIABLE,
+    GRACE_SECONDS,
+    METRICS_PORT_VARIABLE,
+    data_port_of,
+    metrics_port_of,
+)
 from pscluster.core.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE, Tls, load_tls
 from pscluster.core.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
 from pscluster.core.trust import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
@@ -207,9 +213,10 @@ class LocalCluster(ClusterResolver):
         self._counts = {"ps": num_ps, "worker": num_workers}
         self._host = host
         self._env = {**_one_share_of_cores(num_workers), **(env or {}), DURABILITY_VARIABLE: kind.value}
-        asked = self._env.get(METRICS_PORT_VARIABLE) or os.environ.get(METRICS_PORT_VARIABLE) or "0"
-        # A port that is given is one process', and there are several.
-        self._env[METRICS_PORT_VARIABLE] = "off" if metrics_port_of(asked) is None else "0"
+        # A port that is given would be one process': on one machine each role takes a free one.
+        for variable, port_of in ((METRICS_PORT_VARIABLE, metrics_port_of), (DATA_PORT_VARIABLE, data_port_of)):
+            asked = self._env.get(variable) or os.environ.get(variable) or "0"
+            self._env[variable] = "off" if port_of(asked) is None else "0"
         self.allow_pickle = allow_pickle
         if allow_pickle is not None:
             self._env[PICKLE_VARIABLE] = str(int(allow_pickle))
