@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any, Literal
 from unittest import mock
 
@@ -190,14 +190,16 @@ def job_behind_proxies(role: str, **options: Any) -> Iterator[tuple[Job, list[Pr
         yield job, proxies
 
 
-def direct(job: Job, variable: Variable) -> Variable:
+@contextmanager
+def direct(job: Job, variable: Variable) -> Iterator[Variable]:
     """The same variable through connections of its own, not by way of a proxy."""
     peer = PeerAddress("ps", 0, job.cluster.cluster_spec().task_address("ps", 0))
     own = client.PsClient(
         [peer], make_identity("tool", 0), call_metadata(job.cluster.token), job=job.strategy.job, incarnation=fresh_id()
     )
-    own.connect(PATIENCE)
-    return Variable.of(own.describe_variable(variable.name), own)
+    with closing(own):
+        own.connect(PATIENCE)
+        yield Variable.of(own.describe_variable(variable.name), own)
 
 
 def holds(variable: Variable, value: float) -> bool:
@@ -214,16 +216,16 @@ def test_an_answer_that_is_lost(rows: int, monkeypatch: pytest.MonkeyPatch) -> N
         with job.strategy.scope():
             variable = Variable(np.zeros(rows, np.float32), name="variable")
         variable.assign_add(ones(variable))
-        seen = direct(job, variable)
-        for count in (2, 3):
-            proxy.swallow_answers()
-            adding = threading.Thread(target=variable.assign_add, args=(ones(variable),))
-            adding.start()
-            until(functools.partial(holds, seen, count), "the server has applied it")
-            proxy.cut()
-            adding.join(PATIENCE)
-            assert not adding.is_alive()
-            assert holds(variable, count)
+        with direct(job, variable) as seen:
+            for count in (2, 3):
+                proxy.swallow_answers()
+                adding = threading.Thread(target=variable.assign_add, args=(ones(variable),))
+                adding.start()
+                until(functools.partial(holds, seen, count), "the server has applied it")
+                proxy.cut()
+                adding.join(PATIENCE)
+                assert not adding.is_alive()
+                assert holds(variable, count)
         job.coordinator.schedule(int, args=(1,))
         job.join()  # the cluster has taken no harm
 

@@ -25,7 +25,7 @@ import tenacity
 
 from pscluster.coordinator.observed import Observed
 from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_aio_channel, open_channel, why_untrusted
-from pscluster.core.data_plane.client import DataPort
+from pscluster.core.data_plane.client import DataPort, PromptStream
 from pscluster.core.errors import (
     BusyError,
     PsClusterError,
@@ -334,8 +334,7 @@ class WorkerConnection:
             raise UnavailableError(f"{self.peer} ended the attachment")
         self.incarnation = event.incarnation
         self._data.learn(self.peer, event)
-        direct = await asyncio.to_thread(self._data.open_prompt, _STEPS, self._metadata)
-        self._stream = direct or open_stream(self._steps_channel, _STEPS, self._metadata)
+        self._stream = await self._direct_stream() or open_stream(self._steps_channel, _STEPS, self._metadata)
         self._stream.send(worker_pb2.StepsRequest(incarnation=self.incarnation).SerializeToString())
         name = f"outcomes-{self.peer.index}"
         arguments = (self._stream, asyncio.get_running_loop())
@@ -343,6 +342,15 @@ class WorkerConnection:
         await asyncio.wait((self._opened, self.ended), return_when=asyncio.FIRST_COMPLETED)
         if not self._opened.done():
             raise self.ended.result() or UnavailableError(f"{self.peer} ended the stream of steps")
+
+    async def _direct_stream(self) -> PromptStream | None:
+        """Over the data plane, if that can be reached."""
+        opening = asyncio.ensure_future(asyncio.to_thread(self._data.open_prompt, _STEPS, self._metadata))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(lambda opened: None if (stream := opened.result()) is None else stream.close())
+            raise
 
     def _receive(self, stream: Stream, loop: asyncio.AbstractEventLoop) -> None:
         """The stream's thread."""

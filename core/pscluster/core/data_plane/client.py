@@ -34,7 +34,9 @@ CONNECT_SECONDS = 2.0
 """So long it is tried to reach the port: whoever is behind a firewall that drops packets waits as long, once."""
 
 AVOID_SECONDS = 60.0
-"""So long a port that could not be reached is not tried again."""
+"""So long a port that could not be reached is left alone, then twice as long, and so on: a try may be a wait."""
+
+AVOID_MOST_SECONDS = 3600.0
 
 
 class DataStream:
@@ -175,7 +177,7 @@ class DataPort:
         self._lock = threading.Lock()
         self._where: tuple[str, int] | None = None
         self._idle: list[Connection] = []
-        self._avoid_until = 0.0
+        self._avoid_until, self._avoid_seconds = 0.0, AVOID_SECONDS
         self._closed = False
 
     def learn(self, peer: PeerAddress, said: node_pb2.HelloReply | node_pb2.AttachEvent) -> None:
@@ -189,7 +191,7 @@ class DataPort:
         with self._lock:
             if where == self._where:
                 return
-            self._where, self._avoid_until = where, 0.0
+            self._where, self._avoid_until, self._avoid_seconds = where, 0.0, AVOID_SECONDS
         self.drop()
 
     def usable(self) -> bool:
@@ -214,15 +216,18 @@ class DataPort:
         if where is None or not self.usable():
             return None
         try:
-            return Connection(tuned(socket.create_connection(where, timeout=CONNECT_SECONDS)))
+            found = Connection(tuned(socket.create_connection(where, timeout=CONNECT_SECONDS)))
         except OSError as error:
             self.avoid(str(error))
             return None
+        self._avoid_seconds = AVOID_SECONDS
+        return found
 
     def avoid(self, why: str) -> None:
         """Have calls go another way for a while."""
         with self._lock:
-            self._avoid_until = time.monotonic() + AVOID_SECONDS
+            self._avoid_until = time.monotonic() + self._avoid_seconds
+            self._avoid_seconds = min(2 * self._avoid_seconds, AVOID_MOST_SECONDS)
             where = self._where
         if where is not None:
             logger.info("%s: its data port %d can't be used (%s): over gRPC for now", self._name, where[1], why)
