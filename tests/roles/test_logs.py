@@ -26,7 +26,7 @@ def test_json_of_a_whole_job(tmp_path: Path) -> None:
             (found[name],) = {line["incarnation"] for line in bound}
             assert {line["who"] for line in lines} == {f"{name}/0"}
             assert {"time", "level", "logger", "message"} <= lines[0].keys()
-            assert any("serving on" in line["message"] for line in bound)
+            assert any("working for" in line["message"] for line in bound)
     assert found["ps"] != found["worker"]
     others = [line for line in coordinator.output.splitlines() if not line.startswith("{")]
     assert len(others) == 1, others
