@@ -367,7 +367,12 @@ def test_a_server_that_sends_garbage() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = DataPort("ps 0")
         port.is_at("127.0.0.1", listener.getsockname()[1])
-        for answer in (_packet(Kind.CALL), bytes(8), _packet(Kind.MESSAGE, size=MAX_MESSAGE_BYTES + 1)):
+        for answer in (
+            _packet(Kind.CALL),
+            _packet(Kind.STATUS, b"\xff\xff"),
+            bytes(8),
+            _packet(Kind.MESSAGE, size=MAX_MESSAGE_BYTES + 1),
+        ):
             stream = open_stream(port)
             other, _ = listener.accept()
             with other:

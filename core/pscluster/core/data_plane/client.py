@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pscluster.core.channels import PeerAddress
 from pscluster.core.cluster import split_address
@@ -100,9 +101,12 @@ class DataStream:
             return body
         if kind is not Kind.STATUS:
             raise StreamEndedError(grpc.StatusCode.INTERNAL, "the server sent what only clients send")
+        try:
+            status = data_plane_pb2.DataStatus.FromString(body)
+        except DecodeError as error:
+            raise StreamEndedError(grpc.StatusCode.INTERNAL, f"what came is no status: {error}") from None
         if self._ended:
             self.reusable = self._connection
-        status = data_plane_pb2.DataStatus.FromString(body)
         code = CODES.get(status.code, grpc.StatusCode.UNKNOWN)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not status.trailing:  # no error of the method's
             self._on_full(status.details)

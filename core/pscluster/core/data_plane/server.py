@@ -110,7 +110,7 @@ class DataServer:
             lookup = functools.partial(interceptor.intercept_service, lookup)
         self._lookup, self._refusals = lookup, refusals
         self._lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: set[_Peer] = set()
         self._by_number: dict[int, _Peer] = {}
         self._epoll = select.epoll()
         self._over = False
@@ -126,7 +126,7 @@ class DataServer:
         """Refuse what is new, end what runs."""
         with self._lock:
             self._over = True
-            peers = list(self._peers.values())
+            peers = list(self._peers)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -146,21 +146,29 @@ class DataServer:
                     time.sleep(_LOOK_SECONDS)  # as with too many open files: it passes
                 continue
             try:
-                self._take(_Peer(connected))
+                peer = _Peer(connected)
             except OSError:  # it has gone already
                 connected.close()
+                continue
+            try:
+                self._take(peer)
+            except Exception:  # no more threads, for one; the next one may be served
+                logger.exception("a connection to the data port can't be served")
+                self._drop(peer)
 
     def _take(self, peer: _Peer) -> None:
         with self._lock:
             full = self._over or len(self._peers) >= data_connections()
             if not full:
-                self._peers[peer.name] = self._by_number[peer.connection.fileno()] = peer
+                self._peers.add(peer)
+                self._by_number[peer.connection.fileno()] = peer
                 self._epoll.register(peer.connection.fileno(), select.EPOLLRDHUP)
-            strangers = [each for each in self._peers.values() if each.is_stranger]
+            strangers = [each for each in self._peers if each.is_stranger]
         if len(strangers) > MAX_STRANGERS:
             min(strangers, key=lambda each: each.since).turn_out()
         if full:
-            self._answer(peer, _status(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more connections are taken here"))
+            with contextlib.suppress(CallBrokenError):
+                self._answer(peer, _status(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more connections are taken here"))
             peer.connection.close()
             return
         threading.Thread(target=self._serve, args=(peer,), name="data", daemon=True).start()
@@ -171,7 +179,7 @@ class DataServer:
             number = peer.connection.fileno()
             if self._by_number.pop(number, None) is not None:
                 self._epoll.unregister(number)
-            self._peers.pop(peer.name, None)
+            self._peers.discard(peer)
             peer.connection.close()  # under the lock: the number is free for another one
 
     def _watch(self) -> None:
@@ -181,7 +189,7 @@ class DataServer:
             with self._lock:
                 gone = [peer for number, _ in events if (peer := self._gone(number)) is not None]
                 late = time.monotonic() - HANDSHAKE_SECONDS
-                silent = [each for each in self._peers.values() if each.is_stranger and each.since < late]
+                silent = [each for each in self._peers if each.is_stranger and each.since < late]
             for peer in gone:
                 peer.gone()
             for peer in silent:
