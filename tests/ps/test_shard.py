@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -148,6 +149,16 @@ class SnapshotMachine(RuleBasedStateMachine):
         with self.shard.lock:
             self.shard.before_change()
             self.array[...] = self.fresh(self.array.shape)
+
+    @rule(cuts=st.lists(st.integers(0, 800), max_size=5))
+    def dense_update_in_spans(self, cuts: list[int]) -> None:
+        """All of the shard changes, a piece after the other."""
+        flat, values = self.array.reshape(-1), self.fresh((self.array.size,))
+        ends = sorted({min(cut, flat.size) for cut in cuts} | {0, flat.size})
+        with self.shard.lock:
+            for start, stop in itertools.pairwise(ends):
+                self.shard.before_span_changes(start, stop)
+                flat[start:stop] = values[start:stop]
 
     @rule(data=st.data())
     def sparse_update(self, data: st.DataObject) -> None:

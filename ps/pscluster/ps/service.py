@@ -392,7 +392,8 @@ class ParameterServerService:
                 raise ProtocolError(_CUT_OFF)
             reply = ps_pb2.Reply(id=first.id, last=True)
             if first.WhichOneof("body") == "update":
-                reply.update.CopyFrom(self._update(store, first, placed, Payload(assembler.chunks)))
+                payload_once = Payload(assembler.chunks, once=not self._role.keeper.logs)
+                reply.update.CopyFrom(self._update(store, first, placed, payload_once))
                 return "push", first.total_bytes, pack(reply)
             self._create(store, first.create, Payload(assembler.chunks), reply)
             return "", 0, pack(reply)

@@ -116,6 +116,14 @@ class Shard:
         for capture in self._captures:
             capture.save(None)
 
+    def before_span_changes(self, start: int, stop: int) -> None:
+        """To be called under the lock before these elements change, in C order, of all arrays that have as many."""
+        size = self.array.itemsize
+        for snapshot in self._snapshots:
+            snapshot.save(range(start * size // CHUNK_BYTES, -(-stop * size // CHUNK_BYTES)))
+        for capture in self._captures:
+            capture.save_span(start, stop, self.array.size)
+
     def before_rows_change(self, ids: npt.NDArray[np.int64], leading: int = 1) -> None:
         """To be called under the lock before these rows change, numbered over so many leading axes."""
         if not (self._snapshots or self._captures):

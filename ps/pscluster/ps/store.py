@@ -130,31 +130,50 @@ _GONE = 256
 """So many deletions of all names with a prefix are remembered: a late copy of a creation makes none of them again."""
 
 
-class Payload:
-    """The bytes of a request, as the chunks they came in."""
+_NOTHING = memoryview(b"")
 
-    def __init__(self, chunks: Sequence[memoryview]) -> None:
-        self._chunks = list(chunks)
+
+class Payload:
+    """The bytes of a request, as the chunks they came in.
+
+    Args:
+        chunks: if it is a list and `once`, this empties it.
+        once: what `blocks` has given is not asked for again: a chunk's memory goes with the last of its blocks.
+    """
+
+    def __init__(self, chunks: Sequence[memoryview], *, once: bool = False) -> None:
+        self._chunks, self._sizes = list(chunks), [len(chunk) for chunk in chunks]
+        self._once = once
+        if once and isinstance(chunks, list):
+            chunks.clear()
 
     def blocks(self, start: int, size: int, itemsize: int) -> Iterator[tuple[int, memoryview]]:
         """(offset in the segment, bytes) of the segment, cut where the chunks are; elements stay whole."""
-        at = 0
-        pieces: list[tuple[int, memoryview]] = []
-        for chunk in self._chunks:
-            low, high = max(start - at, 0), min(start + size - at, len(chunk))
+        places = self._places(start, size)
+        if any((high - low) % itemsize for _, _, low, high in places):
+            yield 0, memoryview(b"".join(self._chunks[number][low:high] for number, _, low, high in places))
+            return
+        for number, offset, low, high in places:
+            yield offset, self._chunks[number][low:high]
+            if self._once and high - low == self._sizes[number]:
+                self._chunks[number] = _NOTHING
+
+    def _places(self, start: int, size: int) -> list[tuple[int, int, int, int]]:
+        """Of a segment: number of the chunk, offset in the segment, and from where to where in the chunk."""
+        at, places = 0, []
+        for number, length in enumerate(self._sizes):
+            low, high = max(start - at, 0), min(start + size - at, length)
             if low < high:
-                pieces.append((at + low - start, chunk[low:high]))
-            at += len(chunk)
+                places.append((number, at + low - start, low, high))
+            at += length
             if at >= start + size:
                 break
-        if any(len(piece) % itemsize for _, piece in pieces):
-            pieces = [(0, memoryview(b"".join(piece for _, piece in pieces)))]
-        return iter(pieces)
+        return places
 
     def array(self, start: int, count: int, dtype: npt.DTypeLike) -> Array:
         """A segment as one array; a copy only where it crosses chunks."""
-        size = count * np.dtype(dtype).itemsize
-        pieces = [piece for _, piece in self.blocks(start, size, 1)]
+        places = self._places(start, count * np.dtype(dtype).itemsize)
+        pieces = [self._chunks[number][low:high] for number, _, low, high in places]
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return np.frombuffer(data, dtype, count)
 
@@ -839,10 +858,11 @@ class Store:
     def _apply_dense(self, part: Placed, slots: dict[str, Array], step: int, payload: Payload) -> None:
         shard, dtype = part.shard, part.shard.array.dtype
         flat = shard.array.reshape(-1)
-        shard.before_change()
         for offset, piece in payload.blocks(part.values_at, part.item.value_bytes, dtype.itemsize):
             values = np.frombuffer(piece, dtype)
             span = slice(offset // dtype.itemsize, offset // dtype.itemsize + len(values))
+            # Not all of it at the beginning: what is kept of the old values takes the place of what has been applied.
+            shard.before_span_changes(span.start, span.stop)
             if part.optimizer is not None:
                 parts = {name: array.reshape(-1)[span] for name, array in slots.items()}
                 apply_dense(part.optimizer.rule, flat[span], values, parts, step)

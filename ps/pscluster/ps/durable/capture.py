@@ -8,7 +8,7 @@ again soon. Nobody waits for the disk.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,9 +51,21 @@ class Capture:
             wanted = (
                 set(left) if rows is None else left & blocks_of_rows(rows, self._rows[name] // per_row, CHUNK_BYTES)
             )
-            for block in wanted:
-                self._saved[name, block] = self._copy(name, block)
-                left.discard(block)
+            self._keep(name, wanted)
+
+    def _keep(self, name: str, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._saved[name, block] = self._copy(name, block)
+            self._left[name].discard(block)
+
+    def save_span(self, start: int, stop: int, size: int) -> None:
+        """Keep the old bytes of these elements of each array that has so many, and of all others. Under the lock."""
+        for name, left in self._left.items():
+            array = self.arrays[name]
+            wanted = set(left)
+            if array.size == size:
+                wanted &= set(range(start * array.itemsize // CHUNK_BYTES, -(-stop * array.itemsize // CHUNK_BYTES)))
+            self._keep(name, wanted)
 
     def in_order(self, array: str) -> Iterator[bytes]:
         """The bytes of one of the arrays, once, from its beginning."""

@@ -316,6 +316,11 @@ class Keeper:
                     raise PsClusterError(f"the state could not be saved: {self._plan.failed}")
                 self._changed.wait()
 
+    @property
+    def logs(self) -> bool:
+        """Does it need an update's payload behind the update?"""
+        return self._log is not None
+
     def update(
         self, store: Store, request: ps_pb2.UpdateRequest, placed: list[Placed], payload: Payload, total: int
     ) -> ps_pb2.UpdateReply:
