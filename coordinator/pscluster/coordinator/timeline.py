@@ -160,7 +160,8 @@ def events_of(attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> list[di
             before = there.end
             title = f"worker {attempt.worker}"
             trace.slice(title, there, _STEPS, number, attempt=attempt.number, ended=attempt.how)
-            found = _best(runs[attempt.worker, number], there)
+            known = [each.worker for each in tries].count(attempt.worker)
+            found = _best(runs[attempt.worker, number], there, only=known == 1)
             if found is not None:
                 role = workers[attempt.worker]
                 _add_run(trace, role, name, there, found, asked[attempt.worker, number], served)
@@ -168,9 +169,15 @@ def events_of(attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> list[di
 
 
 def _best(
-    found: Iterable[tuple[Span, node_pb2.Recorded.Run]], there: Span
+    found: Sequence[tuple[Span, node_pb2.Recorded.Run]], there: Span, *, only: bool
 ) -> tuple[Span, node_pb2.Recorded.Run] | None:
-    """The one that lies in this span, if one does: by its middle, for the clock may be a little off."""
+    """The one that lies in this span, if one does: by its middle, for the clock may be a little off.
+
+    Or, where there was this `only` attempt there, the only one that there is: the clock may be off by more than a short
+    function takes.
+    """
+    if only and len(found) == 1:
+        return found[0]
     inside = [each for each in found if there.begin <= (each[0].begin + each[0].end) / 2 <= there.end]
     return max(inside, key=lambda each: each[0].end, default=None)
 
