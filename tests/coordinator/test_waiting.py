@@ -22,7 +22,7 @@ def on_condition(timeout: float | None) -> None:
     """Wait for what does not come."""
     condition = Condition()
     with condition:
-        condition.wait(timeout)
+        condition.wait_for(lambda: False, timeout)
 
 
 def on_event(timeout: float | None) -> None:
@@ -71,7 +71,8 @@ def test_what_waits_is_woken() -> None:
     assert not event.wait(0)
     assert not event.wait(0.01)
     with condition:
-        assert not condition.wait(0.6)
+        assert not condition.wait(0.3)
+        assert not condition.wait_for(lambda: False, 0.6)
     threading.Timer(0.7, event.set).start()
     assert event.wait(PATIENCE)
 
@@ -97,3 +98,31 @@ def test_futures() -> None:
     assert wait_for(failed)
     with pytest.raises(ValueError, match="seven"):
         result_of(failed, PATIENCE)
+
+
+@pytest.mark.parametrize("timeout", [None, PATIENCE])
+def test_what_comes_as_a_piece_ends_is_not_missed(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait has timed out, and has not the lock again: who notifies now takes it for one that still waits."""
+    condition, ended, found, come = Condition(), threading.Event(), list[bool](), False
+    restore = condition._acquire_restore  # type: ignore[attr-defined]
+
+    def note(state: object) -> None:
+        ended.set()
+        restore(state)
+
+    monkeypatch.setattr(condition, "_acquire_restore", note)
+
+    def wait() -> None:
+        with condition:
+            found.append(condition.wait_for(lambda: come, timeout))
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    while not condition._waiters:  # type: ignore[attr-defined]
+        pass
+    with condition:
+        assert ended.wait(PATIENCE)
+        come = True
+        condition.notify_all()
+    waiter.join(PATIENCE)
+    assert found == [True]

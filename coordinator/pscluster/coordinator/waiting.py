@@ -30,8 +30,12 @@ class Condition(threading.Condition):
     """One whose waits a signal ends."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """As the base's: nothing is missed between two pieces, since the lock is held there."""
-        return _in_pieces(super().wait, timeout)
+        """As the base's, but for half a second at most: then it returns True, too, and the caller has to look again.
+
+        To wait on would miss what comes as a piece ends: the base takes it for a timeout, before it has the lock again.
+        """
+        piece = _SECONDS if timeout is None else min(timeout, _SECONDS)
+        return super().wait(piece) or timeout is None or timeout > _SECONDS
 
 
 class Event(threading.Event):
