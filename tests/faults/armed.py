@@ -178,6 +178,8 @@ class Round:
             self.beside_the_stream()
         self.join(values)
         if not exact:
+            self.armed.until_struck(self.fault, calls=False)
+            count += self.tell()
             self.check_lost(count, all_told="snapshot" not in parts)
             return
         assert self.counting.one_count() == self.counting.sgd.iterations == count
@@ -199,6 +201,25 @@ class Round:
         """All have ended, with their values."""
         self.coordinator.join(PATIENCE)
         assert self.coordinator.fetch(values, PATIENCE) == list(range(len(values)))
+
+    def tell(self) -> int:
+        """Every worker updates all variables once more, and so says what it was told before a death; how many count."""
+        add, folder = self.counting.step(), str(self.folder)
+
+        def add_and_wait(number: int) -> int:
+            add()
+            note(folder, f"told-{number}")
+            wait_for(folder, "all-told")  # so that no worker does it twice
+            return number
+
+        values = [self.coordinator.schedule(add_and_wait, args=(number,)) for number in range(WORKERS)]
+        try:
+            for number in range(WORKERS):
+                wait_for(folder, f"told-{number}")
+        finally:
+            note(folder, "all-told")  # else they would keep their worker from the next job
+        self.join(values)
+        return WORKERS
 
     def check_lost(self, count: int, *, all_told: bool) -> None:
         """See `run`. Of two deaths, one close behind the other, it may be that not all is told: a lower bound."""
