@@ -297,6 +297,9 @@ def test_no_place_is_left(port: DataPort, monkeypatch: pytest.MonkeyPatch) -> No
     third.send(b"x")
     assert rest_of(third)[1].code() is grpc.StatusCode.UNAVAILABLE
     assert not port.usable()  # others go over gRPC from now on
+    assert port._where is not None
+    port.is_at(*port._where)
+    assert not port.usable()  # that the server can be reached was known
     for stream in (third, *streams):
         stream.close()
 

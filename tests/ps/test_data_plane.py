@@ -87,8 +87,33 @@ def test_a_port_that_is_blocked(
             server.drop_sessions()
         check(large)
         assert not session_of(strategy.client).direct
+        for server in strategy.client._servers:
+            server._data._avoid_until = 0.0  # the minute is over
+        check(large)
+        assert not session_of(strategy.client).direct
     for server in strategy.client._servers:
-        server._data._avoid_until = 0.0  # the minute is over
+        server.hello()  # as after any failure: it could be reached before, and now the server can be, again
+    check(large)
+    assert session_of(strategy.client).direct
+
+
+def test_a_port_that_could_never_be_reached(
+    strategy: ParameterServerStrategy, large: Variable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reaches the server otherwise says nothing about it."""
+    server = strategy.client._servers[0]
+    host, port = server._data._where or ("", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.create_connection", blocked)
+        server._data.is_at(host, 1)
+        server._data.is_at(host, port)  # as if it had just begun
+        server.drop_sessions()
+        check(large)
+    for _ in range(2):
+        server.hello()
+        check(large)
+        assert not session_of(strategy.client).direct
+    server._data._avoid_until = 0.0  # the minute is over
     check(large)
     assert session_of(strategy.client).direct
 

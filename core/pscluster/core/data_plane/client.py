@@ -182,6 +182,7 @@ class DataPort:
         self._where: tuple[str, int] | None = None
         self._idle: list[Connection] = []
         self._avoid_until, self._avoid_seconds = 0.0, AVOID_SECONDS
+        self._reached = False  # has a connection to where it is come about?
         self._closed = False
 
     def learn(self, peer: PeerAddress, said: node_pb2.HelloReply | node_pb2.AttachEvent) -> None:
@@ -190,13 +191,19 @@ class DataPort:
         self.is_at(split_address(peer.address)[0], said.data_port if same else 0)
 
     def is_at(self, host: str, port: int) -> None:
-        """Where it is from now on; port 0: there is none."""
+        """Where it is from now on; port 0: there is none.
+
+        Who learns this has just reached the role. So a port that could be reached before is worth another try.
+        """
         where = (host, port) if port and supported() else None
         with self._lock:
-            if where == self._where:
-                return
-            self._where, self._avoid_until, self._avoid_seconds = where, 0.0, AVOID_SECONDS
-        self.drop()
+            moved = where != self._where
+            if moved or self._reached:
+                self._avoid_until, self._avoid_seconds = 0.0, AVOID_SECONDS
+            if moved:
+                self._where, self._reached = where, False
+        if moved:
+            self.drop()
 
     def usable(self) -> bool:
         """Is it worth to try?"""
@@ -205,12 +212,12 @@ class DataPort:
     def open(self, path: str, metadata: Metadata) -> DataStream | None:
         """A stream for a call, on an idle connection or a new one; None where the call has to go another way."""
         connection = self._connection()
-        return None if connection is None else DataStream(connection, path, metadata, self.avoid)
+        return None if connection is None else DataStream(connection, path, metadata, self._is_full)
 
     def open_prompt(self, path: str, metadata: Metadata) -> PromptStream | None:
         """The same, of the other kind."""
         connection = self._connection()
-        return None if connection is None else PromptStream(connection, path, metadata, self.avoid)
+        return None if connection is None else PromptStream(connection, path, metadata, self._is_full)
 
     def _connection(self) -> Connection | None:
         with self._lock:
@@ -224,8 +231,14 @@ class DataPort:
         except OSError as error:
             self.avoid(str(error))
             return None
-        self._avoid_seconds = AVOID_SECONDS
+        with self._lock:
+            if where == self._where:
+                self._avoid_seconds, self._reached = AVOID_SECONDS, True
         return found
+
+    def _is_full(self, why: str) -> None:
+        self._reached = False  # nor does it help to ask again
+        self.avoid(why)
 
     def avoid(self, why: str) -> None:
         """Have calls go another way for a while."""
