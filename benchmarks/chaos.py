@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 
 from digits import load, loss_and_gradients  # noqa: E402 (of the path above)
+from tests.faults.proxied import Link, ProxiedCluster  # noqa: E402
 from tests.faults.proxy import Proxy  # noqa: E402
 from tests.faults.steps import starve_once  # noqa: E402
 
@@ -48,7 +49,6 @@ from pscluster.coordinator import (  # noqa: E402
     ClusterSpec,
     FixedShardsPartitioner,
     IndexedSlices,
-    LocalCluster,
     ParameterServerStrategy,
     SimpleClusterResolver,
     Variable,
@@ -80,6 +80,11 @@ PS_FAULTS = (
     "nothing to a ps from the coordinator",
     "slow link of a ps and the coordinator",
     "bad link of a ps and the coordinator",
+    "workers cut off from a ps",
+    "nothing from a ps to the workers",
+    "nothing to a ps from the workers",
+    "slow link of a ps and the workers",
+    "bad link of a ps and the workers",
     "disk full",
 )
 SLOW = 100_000.0  # bytes/s
@@ -93,7 +98,7 @@ class Job:
         self.name = name
         self.disk = folder
         self.marks = stack.enter_context(tempfile.TemporaryDirectory(prefix="pscluster-marks-"))
-        cluster = LocalCluster(
+        cluster = ProxiedCluster(
             NUM_PS,
             NUM_WORKERS,
             env={**THREADS, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -103,18 +108,13 @@ class Job:
             max_restarts=10_000,
         )
         self.cluster = stack.enter_context(cluster)
-        spec = cluster.cluster_spec()
-        # The coordinator reaches everybody through proxies, which can be cut.
-        self.proxies = {
-            (role, index): stack.enter_context(Proxy(spec.task_address(role, index)))
-            for role, count in (("ps", NUM_PS), ("worker", NUM_WORKERS))
-            for index in range(count)
-        }
-        addresses: dict[str, list[str]] = defaultdict(list)
-        for (role, _), proxy in self.proxies.items():
-            addresses[role].append(proxy.address)
+        # The coordinator has links to the servers of its own: over gRPC, as wherever a role has another address.
+        self.to_ps = [
+            stack.enter_context(Proxy(cluster.cluster_spec().task_address("ps", index))) for index in range(NUM_PS)
+        ]
+        spec = ClusterSpec({"ps": [proxy.address for proxy in self.to_ps], "worker": cluster.addresses("worker")})
         self.strategy = ParameterServerStrategy(
-            SimpleClusterResolver(ClusterSpec(addresses)), FixedShardsPartitioner(NUM_PS), token=cluster.token
+            SimpleClusterResolver(spec), FixedShardsPartitioner(NUM_PS), token=cluster.token
         )
         stack.callback(self.strategy.close)
         with self.strategy.scope():
@@ -183,6 +183,12 @@ class Job:
             )
         )
         return lambda: self.coordinator.schedule(step, args=(data,)), lambda: math.nan
+
+    def link(self, kind: str, worker: int, server: int) -> Link | Proxy:
+        """What a fault of this kind cuts, where it strikes this worker or this server."""
+        if "workers" in kind:
+            return self.cluster.links["ps", server]
+        return self.to_ps[server] if "coordinator" in kind else self.cluster.links["worker", worker]
 
     def run(self, seconds: float) -> None:
         """Train for so long."""
@@ -280,24 +286,24 @@ class Chaos:
                 time.sleep(LEASE + 1)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
-        if kind in ("worker cut off", "coordinator cut off from a ps"):
-            proxy = job.proxies[("worker", worker) if kind == "worker cut off" else ("ps", server)]
-            proxy.part()
+        if "cut off" in kind:
+            link = job.link(kind, worker, server)
+            link.part()
             time.sleep(1.0)
-            proxy.join()
+            link.join()
         if kind == "worker out of memory":
             # Where the function runs again, it does nothing.
             job.coordinator.schedule(starve_once, args=(job.marks, str(len(self.strikes)))).fetch(timeout=PATIENCE)
         if kind.startswith(("nothing ", "slow link ", "bad link ")):
-            proxy = job.proxies[("ps", server) if " ps " in kind else ("worker", worker)]
+            link = job.link(kind, worker, server)
             if kind.startswith("nothing "):
-                proxy.stall(back="from a" in kind)
+                link.stall(back="from a" in kind)
             elif kind.startswith("slow"):
-                proxy.slow(SLOW)
+                link.slow(SLOW)
             else:
-                proxy.stutter(LATE, self.rng.randrange(1 << 30))
+                link.stutter(LATE, self.rng.randrange(1 << 30))
             time.sleep(LEASE + 1)
-            proxy.flow()
+            link.flow()
         if kind == "disk full":
             with contextlib.suppress(OSError), (job.disk / "ballast").open("wb") as file:
                 while True:

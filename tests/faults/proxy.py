@@ -18,13 +18,14 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset, at once
 
 
 class Proxy:
-    """Forwards TCP connections to an address, until they are cut."""
+    """Forwards TCP connections to an address, until they are cut. It listens where it is told to, or on a free port."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         host, port = address.rsplit(":", 1)
         self._target = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server(at)
+        self.port: int = self._listener.getsockname()[1]
+        self.address = f"{at[0]}:{self.port}"
         self._lock = threading.Lock()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._deaf = False
@@ -36,6 +37,8 @@ class Proxy:
         self._random = random.Random(0)
         self.swallowed = 0
         self.forwarded = 0
+        self.refused = 0
+        self.held = 0  # pieces, over a stalled link
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -51,6 +54,7 @@ class Proxy:
                 far = socket.create_connection(self._target)
             except OSError:
                 near.close()
+                self.refused += 1
                 continue
             with self._lock:
                 if self._closed:
@@ -67,7 +71,7 @@ class Proxy:
         self, source: socket.socket, sink: socket.socket, back: bool, pair: tuple[socket.socket, socket.socket]
     ) -> None:
         with suppress(OSError):
-            while data := source.recv(1 << 16):
+            while data := source.recv(1 << 18):
                 if back and self._deaf:
                     self.swallowed += len(data)
                     continue
@@ -79,6 +83,7 @@ class Proxy:
     def _hold(self, nbytes: int, back: bool, pair: tuple[socket.socket, socket.socket]) -> None:
         """Keep so many bytes back for as long as they take."""
         with self._flowing:
+            self.held += back in self._stalled
             until = time.monotonic() + (nbytes / self._rate if self._rate else 0.0)
             if self._longest and self._random.random() < 0.2:
                 until += self._random.uniform(0.0, self._longest)
@@ -149,6 +154,10 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing listens any more, and no connection is left."""
         with self._lock:
             self._closed = True
         with suppress(OSError):

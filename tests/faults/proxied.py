@@ -1,0 +1,124 @@
+"""A local cluster whose roles are dialled through proxies: links that can be cut, stall, or be slow.
+
+Each role listens on 127.0.0.1, and says that it is at 127.0.0.2, where a proxy listens on each of its ports. So whoever
+dials it has its data plane, too, through a proxy. It takes no root.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from contextlib import suppress
+
+from tests.faults.proxy import Proxy
+
+from pscluster.coordinator.api import LocalCluster
+
+_REACHED_AT = "127.0.0.2"
+_BELOW_EPHEMERAL = range(20_000, 30_000)  # no connection takes one of these between two lives of a role
+
+
+class Link:
+    """What leads to one role: a proxy for each of its ports, all of which do the same."""
+
+    def __init__(self, host: str, ports: list[int]) -> None:
+        self.proxies = [Proxy(f"{host}:{port}", (_REACHED_AT, port)) for port in ports]
+
+    @property
+    def address(self) -> str:
+        """Where the role is dialled."""
+        return self.proxies[0].address
+
+    @property
+    def carried(self) -> int:
+        """Bytes that went over the data plane."""
+        return self.proxies[1].forwarded
+
+    @property
+    def refused(self) -> int:
+        """Connections."""
+        return sum(proxy.refused for proxy in self.proxies)
+
+    @property
+    def held(self) -> int:
+        """Pieces that have met with a stalled direction."""
+        return sum(proxy.held for proxy in self.proxies)
+
+    def part(self) -> None:
+        """See Proxy."""
+        for proxy in self.proxies:
+            proxy.part()
+
+    def join(self) -> None:
+        """See Proxy."""
+        for proxy in self.proxies:
+            proxy.join()
+
+    def stall(self, back: bool) -> None:
+        """See Proxy."""
+        for proxy in self.proxies:
+            proxy.stall(back)
+
+    def slow(self, rate: float) -> None:
+        """See Proxy."""
+        for proxy in self.proxies:
+            proxy.slow(rate)
+
+    def stutter(self, longest: float, seed: int) -> None:
+        """See Proxy."""
+        for proxy in self.proxies:
+            proxy.stutter(longest, seed)
+
+    def flow(self) -> None:
+        """See Proxy."""
+        for proxy in self.proxies:
+            proxy.flow()
+
+    def close(self) -> None:
+        """Nothing listens any more."""
+        for proxy in self.proxies:
+            proxy.close()
+
+
+class ProxiedCluster(LocalCluster):
+    """One whose workers and servers reach each other by links. A coordinator that goes by `cluster_spec()` does not.
+
+    Attributes:
+        links: by task, once all have been started.
+    """
+
+    links: dict[tuple[str, int], Link]
+
+    def addresses(self, role: str) -> list[str]:
+        """Where the links begin."""
+        return [link.address for (kind, _), link in sorted(self.links.items()) if kind == role]
+
+    def tf_config(self, role: str, index: int) -> str:
+        """All roles are where the links begin."""
+        return super().tf_config(role, index).replace("127.0.0.1:", f"{_REACHED_AT}:")
+
+    def hand_over_port(self, role: str, index: int) -> list[str]:
+        """Where a process is to listen."""
+        host, port = self.cluster_spec().task_address(role, index).split(":")
+        if (role, index) not in self.links:
+            self.links[role, index] = Link(host, [int(port), _free_port(host)])
+        data = self.links[role, index].proxies[1].port
+        return [*super().hand_over_port(role, index), "--bind", f"{host}:{port}", "--data-port", str(data)]
+
+    def start(self) -> ProxiedCluster:
+        """As the base's."""
+        self.links = {}
+        return super().start()
+
+    def stop(self) -> None:
+        """As the base's."""
+        super().stop()
+        for link in self.links.values():
+            link.close()
+
+
+def _free_port(host: str) -> int:
+    for port in random.sample(_BELOW_EPHEMERAL, len(_BELOW_EPHEMERAL)):
+        with suppress(OSError), socket.create_server((host, port)), socket.create_server((_REACHED_AT, port)):
+            return port
+    raise OSError("no port is free")

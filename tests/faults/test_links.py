@@ -1,0 +1,150 @@
+"""Links that are cut, stall, or are bad, with all that goes over them: the data plane, too. Numbers decide.
+
+Unlike those of `test_cut_links` they take no root, and connections end with a reset.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from tests.faults.counting import Counting
+from tests.faults.proxied import Link, ProxiedCluster
+from tests.faults.support import PATIENCE, quiet, ready, until
+
+from pscluster.coordinator.api import (
+    ClusterCoordinator,
+    ClusterSpec,
+    FixedShardsPartitioner,
+    ParameterServerStrategy,
+    RemoteValue,
+    SimpleClusterResolver,
+    Variable,
+)
+from pscluster.ps.wire import SESSION_BYTES
+
+FUNCTIONS = 120
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ProxiedCluster]:
+    """Two parameter servers and two workers."""
+    with ProxiedCluster(2, 2, log_level="ERROR", durability="none") as cluster:
+        yield cluster
+
+
+class Running:
+    """A job of functions that count, over links."""
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        self.counting = Counting(strategy)
+        with strategy.scope():
+            self.large = Variable(np.zeros(2 * SESSION_BYTES, np.uint8), name="large")
+        self.coordinator = ClusterCoordinator(strategy, worker_lease=1.5)
+        count, large = self.counting.step(), self.large
+
+        def step() -> None:
+            count()
+            large.assign_add(np.ones(large.shape, np.uint8))  # its shards are too large for a session
+            values = large.numpy()
+            assert all((part == part[0]).all() for part in np.split(values, 2)), "a torn read"
+
+        self.values: list[RemoteValue] = [self.coordinator.schedule(step) for _ in range(FUNCTIONS)]
+
+    def until_more(self, count: int) -> None:
+        """Wait until so many more functions are done, or all."""
+        before = ready(self.values)
+        until(lambda: ready(self.values) >= min(before + count, FUNCTIONS), "functions end", self.coordinator.explain)
+
+    def check(self) -> None:
+        """Each has counted once."""
+        self.coordinator.join(PATIENCE)
+        assert self.counting.one_count() == FUNCTIONS
+        assert (self.large.numpy() == FUNCTIONS).all()
+
+
+@contextmanager
+def running(cluster: ProxiedCluster) -> Iterator[Running]:
+    """A job whose coordinator goes over the links, too."""
+    spec = ClusterSpec({role: cluster.addresses(role) for role in ("ps", "worker")})
+    with (
+        quiet("pscluster.coordinator", logging.CRITICAL),
+        ParameterServerStrategy(
+            SimpleClusterResolver(spec),
+            FixedShardsPartitioner(2),
+            token=cluster.token,
+            ps_timeout=PATIENCE,
+            connect_timeout=PATIENCE,
+        ) as strategy,
+    ):
+        yield Running(strategy)
+
+
+def parted(link: Link) -> None:
+    """It is cut, and refuses connections."""
+    before = link.refused
+    link.part()
+    until(lambda: link.refused > before + 1, "it is tried in vain")
+    link.join()
+
+
+def stalled(link: Link, *, back: bool) -> None:
+    """Nothing gets through one way, though no connection ends."""
+    before = link.held
+    link.stall(back)
+    until(lambda: link.held > before + 1, "something is on its way")
+    link.flow()
+
+
+def deaf(link: Link) -> None:
+    """Nothing gets to the role."""
+    stalled(link, back=False)
+
+
+def mute(link: Link) -> None:
+    """Nothing comes from the role."""
+    stalled(link, back=True)
+
+
+TROUBLES: list[Callable[[Link], None]] = [parted, deaf, mute]
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("role", ["ps", "worker"])
+def test_a_link_that_comes_and_goes(cluster: ProxiedCluster, role: str, trouble: Callable[[Link], None]) -> None:
+    """The job ends, and each function has counted once."""
+    with running(cluster) as job:
+        job.until_more(15)
+        for index in range(2):
+            link = cluster.links[role, index]
+            trouble(link)
+            before = link.carried
+            job.until_more(15)
+            assert link.carried > before, "the data plane is not used any more"
+        job.check()
+
+
+@pytest.mark.parametrize("role", ["ps", "worker"])
+def test_a_bad_link(cluster: ProxiedCluster, role: str) -> None:
+    """Pieces come late, and slowly."""
+    with running(cluster) as job:
+        link = cluster.links[role, 0]
+        link.stutter(0.1, 1)
+        job.until_more(15)
+        link.flow()
+        link.slow(5e6)
+        job.until_more(10)
+        link.flow()
+        job.check()
+
+
+def test_the_data_plane_goes_over_the_links(cluster: ProxiedCluster) -> None:
+    """Else these tests would show little."""
+    before = {task: link.carried for task, link in cluster.links.items()}
+    with running(cluster) as job:
+        job.check()
+    for (role, index), link in cluster.links.items():
+        assert link.carried - before[role, index] > (FUNCTIONS * SESSION_BYTES if role == "ps" else 0)
