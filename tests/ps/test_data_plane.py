@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.conftest import PATIENCE
+from tests.faults.support import until
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.core.channels import PeerAddress
@@ -60,8 +61,9 @@ def test_functions_go_over_the_data_plane(cluster: LocalCluster, strategy: Param
     with ParameterServerStrategy(cluster, take_over=True) as mine:
         coordinator = ClusterCoordinator(mine)
         assert coordinator.schedule(os.getpid).fetch(PATIENCE) in cluster.pids.values()
-        kinds = {type(link.connection._stream) for link in coordinator._dispatcher._links if link.connection}
-        assert kinds == {data_client.PromptStream}
+        links = coordinator._dispatcher._links
+        until(lambda: all(link.connection and link.connection._stream for link in links), "all workers are connected")
+        assert {type(link.connection._stream) for link in links if link.connection} == {data_client.PromptStream}
 
 
 def test_another_address_of_the_server_stays_on_its_way(strategy: ParameterServerStrategy, large: Variable) -> None:
