@@ -1,7 +1,7 @@
-"""The bytes of a row, made and taken in the fewest copies, and nothing else: what the sides that are limits share.
+"""The bytes of a row, made and taken in the fewest copies, and its arithmetic: what the sides that are limits share.
 
-No variables, no locks, no checks, no once-only updates, no coordinator: beside it one sees what ours cost, and what is
-left to gain. `grpc_side.py` and `socket_side.py` say how the bytes travel. Same allocator settings.
+No variables, no checks, no once-only updates, no snapshots, no coordinator: beside it one sees what ours cost, and what
+is left to gain. `grpc_side.py` and `socket_side.py` say how the bytes travel. Same allocator settings.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import json
 import subprocess
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,12 @@ from model import ROWS
 from pscluster.core.process import tune_allocator
 
 WIDTH = 64
-READ, GATHER, UPDATE = b"r", b"g", b"u"  # what the first byte of a small request asks for; a number is behind eight
+READ, GATHER, UPDATE, ADAGRAD = (
+    b"r",
+    b"g",
+    b"u",
+    b"a",
+)  # what the first byte of a small request asks for; a number is behind eight
 
 Parts = Sequence[Any]
 
@@ -34,12 +40,20 @@ class Data:
     def __init__(self, servers: int) -> None:
         self._servers = servers
         self._held: dict[int, memoryview] = {}
+        self._local = threading.local()
+        self._lock = threading.Lock()
 
     @functools.cached_property
     def _table(self) -> Any:
         import numpy as np
 
         return np.zeros((ROWS // self._servers, WIDTH), np.float32)
+
+    @functools.cached_property
+    def _sums(self) -> Any:
+        import numpy as np
+
+        return np.full_like(self._table, 0.1)
 
     def held(self, size: int) -> memoryview:
         """So many bytes."""
@@ -48,6 +62,20 @@ class Data:
         if size not in self._held:
             self._held[size] = memoryview(np.ones(size, np.uint8))
         return self._held[size]
+
+    def scratch(self, size: int) -> memoryview:
+        """So many bytes of this thread's own, for what is added once it has all come."""
+        if len(getattr(self._local, "scratch", b"")) != size:
+            self._local.scratch = memoryview(bytearray(size))
+        return self._local.scratch
+
+    def add(self, values: memoryview) -> None:
+        """To as many bytes, as numbers: all of them at one moment."""
+        import numpy as np
+
+        held = np.frombuffer(self.held(len(values)), np.float32)
+        with self._lock:
+            np.add(held, np.frombuffer(values, np.float32), out=held)
 
     def answer(self, request: Any) -> Any:
         """To a small request."""
@@ -59,7 +87,13 @@ class Data:
         ids = np.frombuffer(request, np.int64, number, 16)
         if kind == GATHER:
             return memoryview(self._table.take(ids, axis=0)).cast("B")
-        self._table[ids] -= np.frombuffer(request, np.float32, offset=16 + ids.nbytes).reshape(-1, WIDTH)
+        gradients: Any = np.frombuffer(request, np.float32, offset=16 + ids.nbytes).reshape(-1, WIDTH)
+        with self._lock:
+            if kind == ADAGRAD:
+                sums = self._sums[ids] + gradients * gradients
+                self._sums[ids] = sums
+                gradients = 0.01 * gradients / np.sqrt(sums + 1e-7)
+            self._table[ids] -= gradients
         return b"done"
 
 
@@ -77,7 +111,11 @@ class Client(ABC):
 
     @abstractmethod
     def push(self, size: int) -> None:
-        """Send so many bytes."""
+        """Send so many bytes, which go to their place as they come."""
+
+    @abstractmethod
+    def add(self, size: int) -> None:
+        """Send so many bytes, which are added once they have all come."""
 
     @abstractmethod
     def exchange(self, requests: Sequence[Parts]) -> list[Any]:
@@ -111,11 +149,15 @@ class Client(ABC):
         """Random rows of the table, in the order of the ids."""
         self._rows_of(self._split(ids))
 
-    def gather_update(self, ids: int) -> None:
+    def gather_update(self, ids: int, what: bytes = UPDATE) -> None:
         """The same, and as many rows sent back and subtracted."""
         shares = self._split(ids)
         changed = self._rows_of(shares) * 2 + 1
-        self._exchanges([(UPDATE, len(local), local, changed[place]) for place, local in shares])
+        self._exchanges([(what, len(local), local, changed[place]) for place, local in shares])
+
+    def gather_adagrad(self, ids: int) -> None:
+        """The same; they are divided by the roots of the sums of their squares, which are kept, before."""
+        self.gather_update(ids, ADAGRAD)
 
     def _split(self, ids: int) -> list[tuple[Any, Any]]:
         """Random ids, and for each server which of them are its, and their numbers there."""
@@ -190,10 +232,12 @@ def _start(stack: contextlib.ExitStack, script: str, connect: Connect, servers: 
         "single": single,
         "latency": latency,
         "pull": lambda mib, n: all_do("pull", n, mib << 20),
-        "push": lambda mib, n: all_do("push", n, mib << 20),
+        "push": lambda mib, n: all_do("add", n, mib << 20),
         "many": lambda variables, n: all_do("read", n, variables * 4096),
         "gather": lambda ids, n: all_do("gather", n, ids),
-        "gather_update": lambda ids, n, optimizer: all_do("gather_update", n, ids),
+        "gather_update": lambda ids, n, optimizer: all_do(
+            "gather_adagrad" if optimizer == "Adagrad" else "gather_update", n, ids
+        ),
     }
 
 

@@ -26,11 +26,20 @@ def server(data: bare.Data) -> None:
         for start in range(0, len(values), FRAME):
             yield bytes(values[start : start + FRAME])
 
-    def push(frames: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
-        values, at = data.held(int(next(frames))), 0
+    def take(frames: Iterator[bytes], values: memoryview) -> None:
+        at = 0
         for frame in frames:
             values[at : at + len(frame)] = frame
             at += len(frame)
+
+    def push(frames: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
+        take(frames, data.held(int(next(frames))))
+        return b"done"
+
+    def add(frames: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
+        values = data.scratch(int(next(frames)))
+        take(frames, values)
+        data.add(values)
         return b"done"
 
     def exchange(requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
@@ -40,6 +49,7 @@ def server(data: bare.Data) -> None:
     handlers = {
         "pull": grpc.unary_stream_rpc_method_handler(pull),
         "push": grpc.stream_unary_rpc_method_handler(push),
+        "add": grpc.stream_unary_rpc_method_handler(add),
         "exchange": grpc.stream_stream_rpc_method_handler(exchange),
     }
     running = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
@@ -78,6 +88,12 @@ class Client(bare.Client):
         self.on_each(take)
 
     def push(self, size: int) -> None:
+        self._give("/bare/push", size)
+
+    def add(self, size: int) -> None:
+        self._give("/bare/add", size)
+
+    def _give(self, method: str, size: int) -> None:
         part = size // self._servers
         values = self.warm(part)
 
@@ -86,7 +102,7 @@ class Client(bare.Client):
             for at in range(0, part, FRAME):
                 yield bytes(values[at : at + FRAME])
 
-        self.on_each(lambda server: self._channels[server].stream_unary("/bare/push")(frames()))
+        self.on_each(lambda server: self._channels[server].stream_unary(method)(frames()))
 
     def exchange(self, requests: Sequence[bare.Parts]) -> list[Any]:
         for session, request in zip(self._sessions, requests, strict=True):

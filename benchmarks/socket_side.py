@@ -16,7 +16,7 @@ from typing import Any
 import bare
 
 _HEAD = struct.Struct("<BQ")
-_PULL, _PUSH, _EXCHANGE = range(3)
+_PULL, _PUSH, _ADD, _EXCHANGE = range(4)
 
 
 def _receive(connection: socket.socket, into: memoryview) -> bool:
@@ -40,6 +40,11 @@ def _serve(connection: socket.socket, data: bare.Data) -> None:
         elif kind == _PUSH:
             if not _receive(connection, data.held(size)):
                 return
+            connection.sendall(b"!")
+        elif kind == _ADD:
+            if not _receive(connection, data.scratch(size)):
+                return
+            data.add(data.scratch(size))
             connection.sendall(b"!")
         else:
             if len(request) < size:
@@ -80,12 +85,18 @@ class Client(bare.Client):
         self.on_each(take)
 
     def push(self, size: int) -> None:
+        self._give(_PUSH, size)
+
+    def add(self, size: int) -> None:
+        self._give(_ADD, size)
+
+    def _give(self, what: int, size: int) -> None:
         part = size // self._servers
         values = self.warm(part)
 
         def give(server: int) -> None:
             connection = self._connections[server]
-            connection.sendall(_HEAD.pack(_PUSH, part))
+            connection.sendall(_HEAD.pack(what, part))
             connection.sendall(values)
             assert connection.recv(1) == b"!"
 
