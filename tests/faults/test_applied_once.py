@@ -36,7 +36,8 @@ from pscluster.core.frames import padding, view
 from pscluster.core.identity import fresh_id, make_identity
 from pscluster.core.tokens import call_metadata
 from pscluster.ps import client
-from pscluster.ps.store import Payload, Store
+from pscluster.ps.payload import Payload
+from pscluster.ps.store import Store
 from pscluster.v1 import ps_pb2
 
 FUNCTIONS = 2000

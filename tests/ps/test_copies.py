@@ -28,8 +28,9 @@ from pscluster.core.frames import pack, unpack
 from pscluster.ps.counts import ServiceCounts
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper
 from pscluster.ps.durable.plan import Durability
+from pscluster.ps.payload import Payload
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
-from pscluster.ps.store import Payload, Store
+from pscluster.ps.store import Store
 from pscluster.ps.wire import COPY
 from pscluster.v1 import ps_pb2
 

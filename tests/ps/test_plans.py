@@ -14,9 +14,10 @@ from tests.conftest import OpenCall, until
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.errors import StaleError
 from pscluster.core.frames import pack, unpack
+from pscluster.ps.payload import Payload
 from pscluster.ps.plans import MAX_PLANS
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
-from pscluster.ps.store import Payload, Store
+from pscluster.ps.store import Store
 from pscluster.v1 import ps_pb2
 
 CONTEXT = cast(grpc.ServicerContext, OpenCall())

@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pscluster.core.frames import Buffer, padding, view
 from pscluster.ps import rules, shard, store
+from pscluster.ps.payload import Payload
 from pscluster.ps.shard import Shard, Snapshot
-from pscluster.ps.store import Payload, Store
+from pscluster.ps.store import Store
 from pscluster.v1 import ps_pb2
 
 CHUNK = 32
@@ -75,7 +76,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         self.array = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
         self.shard = Shard(self.array)
         self.readings: list[Reading] = []
-        self.interrupt = False
+        self.interrupt: Callable[[], None] | None = None
         self.last = 0.0
 
     def fresh(self, shape: tuple[int, ...]) -> Values:
@@ -102,22 +103,20 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     def maybe_change(self) -> None:
         """While a chunk waits to be sent an update may come."""
-        if self.interrupt:
-            self.interrupt = False
-            self.change_all()
+        if self.interrupt is not None:
+            change, self.interrupt = self.interrupt, None
+            change()
 
     def copy(self, chunk: memoryview) -> bytes:
         """A copy of a chunk, in the middle of which an update may come."""
         half = bytes(chunk[: len(chunk) // 2])
-        if self.interrupt:
-            self.interrupt = False
-            self.change_all()
+        self.maybe_change()
         return half + bytes(chunk[len(half) :])
 
-    @rule()
-    def interrupt_the_next_copy(self) -> None:
+    @rule(whole=st.booleans())
+    def interrupt_the_next_copy(self, whole: bool) -> None:
         """An update will come while a chunk is copied."""
-        self.interrupt = True
+        self.interrupt = self.replace if whole else self.change_all
 
     @rule(which=st.integers(0, 9), chunks=st.integers(1, 5))
     def read_on(self, which: int, chunks: int) -> None:
@@ -149,6 +148,13 @@ class SnapshotMachine(RuleBasedStateMachine):
         with self.shard.lock:
             self.shard.before_change()
             self.array[...] = self.fresh(self.array.shape)
+
+    @rule()
+    def replace(self) -> None:
+        """Another array takes the place of the one that there is."""
+        self.array = self.fresh(self.array.shape)
+        with self.shard.lock:
+            self.shard.replace(self.array)
 
     @rule(cuts=st.lists(st.integers(0, 800), max_size=5))
     def dense_update_in_spans(self, cuts: list[int]) -> None:
@@ -232,7 +238,9 @@ class Client:
         self.held = held
         self.sequence = 0
 
-    def update(self, item: ps_pb2.UpdateItem, *segments: npt.NDArray[Any]) -> ps_pb2.UpdateReply:
+    def update(
+        self, item: ps_pb2.UpdateItem, *segments: npt.NDArray[Any], payload: Payload | None = None
+    ) -> ps_pb2.UpdateReply:
         """One item."""
         self.sequence += 1
         item.variable, item.nth, item.value_bytes = VARIABLE, 1, segments[-1].nbytes
@@ -240,12 +248,17 @@ class Client:
             job=JOB, incarnation=9, sequence=self.sequence, settled=self.sequence, items=[item]
         )
         total = sum(array.nbytes + padding(array.nbytes) for array in segments)
-        return self.held.update(request, self.held.check_update(request, total), padded(*segments))
+        return self.held.update(request, self.held.check_update(request, total), payload or padded(*segments))
 
     def dense(self, number: int, kind: ps_pb2.UpdateKind, values: Values, optimizer: int = 0) -> None:
         """An update of a whole shard."""
         item = ps_pb2.UpdateItem(shard=number, kind=kind, optimizer=optimizer, rows=ps_pb2.Rows(all=True))
         self.update(item, values)
+
+    def replace(self, number: int, values: Values) -> None:
+        """An array for a whole shard."""
+        item = ps_pb2.UpdateItem(shard=number, kind=ps_pb2.ASSIGN, rows=ps_pb2.Rows(all=True))
+        self.update(item, values, payload=Payload([view(values)], arrays={0: values}))
 
     def rows(self, number: int, kind: ps_pb2.UpdateKind, ids: list[int], values: Values, optimizer: int = 0) -> None:
         """An update of rows of a shard."""
@@ -306,13 +319,18 @@ class StoreMachine(RuleBasedStateMachine):
             assert isinstance(pieces_of, Iterator)
             pieces_of.close()  # type: ignore[attr-defined]  # a generator; gRPC closes it so
 
-    @rule(number=st.integers(0, 1), seed=st.integers(0, 99), how=st.sampled_from(["assign", "add", "gradient"]))
+    @rule(
+        number=st.integers(0, 1), seed=st.integers(0, 99), how=st.sampled_from(["assign", "replace", "add", "gradient"])
+    )
     def dense_update(self, number: int, seed: int, how: str) -> None:
         """All of a shard changes."""
         twin = self.twin[number]
         values = np.random.default_rng(seed).integers(-9, 9, twin.shape).astype(np.float32)
         if how == "assign":
             self.client.dense(number, ps_pb2.ASSIGN, values)
+            twin[...] = values
+        elif how == "replace":
+            self.client.replace(number, values)
             twin[...] = values
         elif how == "add":
             self.client.dense(number, ps_pb2.ADD, values)

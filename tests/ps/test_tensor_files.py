@@ -31,8 +31,9 @@ from pscluster.ps.checkpoints import tensor_files
 from pscluster.ps.checkpoints.parts import Parts
 from pscluster.ps.checkpoints.tensor_files import TensorToWrite, WrittenFile, WrittenTensor, join
 from pscluster.ps.durable import capture
+from pscluster.ps.payload import Payload
 from pscluster.ps.rules import RULES, compute_dtype, new_slots
-from pscluster.ps.store import Payload, Store, partition_of
+from pscluster.ps.store import Store, partition_of
 from pscluster.ps.variables import Variable, whole_index
 from pscluster.v1 import ps_pb2
 

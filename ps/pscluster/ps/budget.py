@@ -3,7 +3,8 @@
 A push is held whole before it is applied, rows are copied before they are sent, and a pull of whole shards may need
 the old values of what is updated while it goes out. Waiting costs little: a server is busy with one of them anyway,
 and a push that waits is held back by the transport's flow control, at the client. One that is larger than all there
-is goes alone. Nobody is refused.
+is goes alone. Nobody is refused. An array that a request has replaced counts until those who read it are done; since
+that may be a checkpoint's slow disk, no request waits for that alone.
 
     waiting --its turn, and there is room--> taken --done, or given up--> gone
             --its call has ended-----------> gone
@@ -12,10 +13,13 @@ is goes alone. Nobody is refused.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy.typing as npt
 
 from pscluster.core.errors import PSUnavailableError
 
@@ -45,7 +49,7 @@ class Budget:
         self._limit = limit
         self._condition = threading.Condition()
         self._queue: deque[object] = deque()
-        self.used = 0
+        self.used = self.kept = 0
 
     @contextmanager
     def taken(self, size: int, call: Call) -> Iterator[None]:
@@ -58,7 +62,8 @@ class Budget:
 
         def may_go() -> bool:
             first = self._queue[0] is place
-            return not call.is_active() or (first and (not self.used or self.used + size <= self._limit))
+            fits = not self.used or self.used + self.kept + size <= self._limit
+            return not call.is_active() or (first and fits)
 
         call.add_callback(self._look)
         with self._condition:
@@ -77,6 +82,17 @@ class Budget:
             with self._condition:
                 self.used -= size
                 self._condition.notify_all()
+
+    def keep(self, array: npt.NDArray[Any]) -> None:
+        """Count an array until nobody has it any more."""
+        with self._condition:
+            self.kept += array.nbytes
+        weakref.finalize(array, self._let_go, array.nbytes).atexit = False
+
+    def _let_go(self, size: int) -> None:
+        with self._condition:
+            self.kept -= size
+            self._condition.notify_all()
 
     def _look(self) -> None:
         with self._condition:

@@ -32,7 +32,6 @@ from pscluster.core.definitions import split_off_bulk
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import (
     MisuseError,
-    ProtocolError,
     PSUnavailableError,
     StaleError,
     UnavailableError,
@@ -41,12 +40,13 @@ from pscluster.core.errors import (
     is_retryable,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import Buffer, head_of, pack, padding, parts_of, pieces, unpack, view
+from pscluster.core.frames import Buffer, pack, padding, parts_of, pieces, unpack, view
 from pscluster.core.rpc import Stub
 from pscluster.core.telemetry.recording import SESSION_HEADER, Asked
 from pscluster.ps.connections import Server, Session, new_session
 from pscluster.ps.counts import ClientCounts
 from pscluster.ps.kept import Kept, Verdict, kept_bytes
+from pscluster.ps.landing import Landing
 from pscluster.ps.plans import Array, ReadPlan, WholeVariable, remember
 from pscluster.ps.store import partition_of
 from pscluster.ps.wire import COPY, SESSION_BYTES, part_name
@@ -483,11 +483,12 @@ class PsClient:
         whole = [part.land if isinstance(part.land, memoryview) else memoryview(bytearray(part.size)) for part in parts]
 
         def attempt() -> None:
-            sink, name, begin = _Sink(whole), new_session(), time.monotonic()
+            landing, name, begin = Landing(ps_pb2.Reply, whole), new_session(), time.monotonic()
             metadata, question = (*server.metadata, (SESSION_HEADER, name)), pack(request, buffers)
-            server.pull(question, metadata, timeout, sink.take)
-            sink.check_full()
-            self._count("pull", index, (name, 1), begin, len(question), sink.received, function)
+            server.pull(question, metadata, timeout, landing.take)
+            if not landing.complete:
+                raise UnavailableError(f"the reply ended {landing.missing} bytes too early")
+            self._count("pull", index, (name, 1), begin, len(question), landing.received, function)
             for part, values in zip(parts, whole, strict=True):
                 if not isinstance(part.land, memoryview):
                     part.land(values)
@@ -586,21 +587,17 @@ class PsClient:
         server = self._servers[index]
         metadata = (*server.metadata, (SESSION_HEADER, name)) if name else server.metadata
         total = sum(map(len, buffers))
-        request.total_bytes = total
+        request.total_bytes, request.last = total, not total
         timeout += self._timeout + total / _SLOWEST_BYTES_PER_SECOND
 
         def frames() -> Iterator[Sequence[Buffer]]:
-            head, sent = request, 0
+            yield parts_of(request)  # alone: what follows may come straight to where it belongs
+            sent = 0
             for group in pieces(buffers):
                 sent += sum(map(len, group))
-                head.last = sent == total
-                yield parts_of(head, group)
-                head = ps_pb2.Request()
-            if not total:
-                yield parts_of(ps_pb2.Request(create=request.create, last=True))
+                yield parts_of(ps_pb2.Request(last=sent == total), group)
 
         def attempt() -> ps_pb2.Reply:
-            request.last = False
             data = server.push(frames(), metadata, timeout)
             return unpack(data, ps_pb2.Reply)[0]
 
@@ -859,57 +856,3 @@ def _land(parts: Sequence[ReadPart], reply: ps_pb2.Reply, payload: memoryview) -
         at += part.size + padding(part.size)
     if at != len(payload) or not reply.last:
         raise UnavailableError(f"the reply of {len(payload)} bytes is not what was asked for")
-
-
-class _Sink:
-    """Puts the bytes of a read's reply where they belong. They come in order, cut anywhere."""
-
-    def __init__(self, targets: Sequence[memoryview]) -> None:
-        self._targets = [item for target in targets for item in (target, padding(len(target)))]
-        self._which = 0
-        self._done = 0
-        self._last = False
-        self._before = 0, 0  # where the last frame began
-        self.received = 0  # bytes of all frames
-
-    def take(self, start: bytes, size: int) -> list[memoryview] | None:
-        """A frame, or its first bytes: see `data_plane.connection.Place`."""
-        if len(start) == size:
-            reply, payload = unpack(start, ps_pb2.Reply)
-        else:
-            found = head_of(start, size, ps_pb2.Reply)
-            if found is None:
-                return None
-            reply, at = found
-            payload = memoryview(start)[at:]
-        self.received += size
-        if reply.again:
-            self._which, self._done = self._before
-        self._before = self._which, self._done
-        self._last = self._last or reply.last
-        at = 0
-        for room in self._room(len(payload)):
-            room[:] = payload[at : at + len(room)]
-            at += len(room)
-        return self._room(size - len(start))
-
-    def _room(self, size: int) -> list[memoryview]:
-        """Where the next bytes go."""
-        rooms = []
-        while size:
-            if self._which == len(self._targets):
-                raise ProtocolError(f"{size} bytes more came than were asked for")
-            target = self._targets[self._which]
-            room = memoryview(bytearray(target)) if isinstance(target, int) else target
-            count = min(len(room) - self._done, size)
-            rooms.append(room[self._done : self._done + count])
-            size -= count
-            self._done += count
-            if self._done == len(room):
-                self._which, self._done = self._which + 1, 0
-        return rooms
-
-    def check_full(self) -> None:
-        rest = sum(size if isinstance(size, int) else len(size) for size in self._targets[self._which :]) - self._done
-        if rest or not self._last:
-            raise UnavailableError(f"the reply ended {rest} bytes too early")

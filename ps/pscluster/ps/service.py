@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import numpy as np
 
 from pscluster.core.access import check_coordinator
+from pscluster.core.data_plane.context import DataContext
 from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.drain import Drain
 from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError, kind_of
@@ -28,8 +30,9 @@ from pscluster.ps.checkpoints.parts import Parts
 from pscluster.ps.checkpoints.roots import Roots
 from pscluster.ps.counts import ServiceCounts, StoreCounts
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Lineage
+from pscluster.ps.payload import Payload, Staging
 from pscluster.ps.shard import Snapshot
-from pscluster.ps.store import Payload, Placed, Store
+from pscluster.ps.store import Placed, Store
 from pscluster.ps.wire import COPY, SESSION_BYTES
 from pscluster.v1 import node_pb2, ps_pb2
 
@@ -378,6 +381,8 @@ class ParameterServerService:
             self._check_create(store, first, context)
         else:
             raise ProtocolError("a Push is an update or a creation")
+        if placed and not self._role.keeper.logs and all(part.takes_place for part in placed):
+            return "push", first.total_bytes, self._take_staged(store, first, payload, placed, frames, context)
         assembler = Assembler(_MAX_PUSH_BYTES)
         assembler.add(first, payload)
         del data, payload
@@ -397,6 +402,42 @@ class ParameterServerService:
                 return "push", first.total_bytes, pack(reply)
             self._create(store, first.create, Payload(assembler.chunks), reply)
             return "", 0, pack(reply)
+
+    def _take_staged(
+        self,
+        store: Store,
+        first: ps_pb2.Request,
+        payload: memoryview,
+        placed: list[Placed],
+        frames: Iterator[bytes],
+        context: grpc.ServicerContext,
+    ) -> bytes:
+        """An update whose values take the place of those that there are: the answer.
+
+        With a log it is not done: what is written there would be an array that later updates change.
+        """
+        with self.budget.taken(first.total_bytes, context):
+            staging = Staging(
+                {part.values_at: np.empty(part.shard.array.shape, part.shard.array.dtype) for part in placed}
+            )
+            landing = staging.landing
+            landing.put(first, payload)
+            if isinstance(context, DataContext):
+                context.place = landing.take
+            with self._patience.with_call(context) as goes_on:
+                for data in frames:
+                    before = landing.missing
+                    if data:  # else it is where it belongs
+                        landing.take(data, len(data))
+                    if landing.missing < before or not data:
+                        goes_on()
+            if not landing.complete:
+                raise ProtocolError(_CUT_OFF)
+            reply, whole = ps_pb2.Reply(id=first.id, last=True), staging.payload()
+            reply.update.CopyFrom(self._update(store, first, placed, whole))
+            for array in whole.replaced:
+                self.budget.keep(array)
+            return pack(reply)
 
     def _update(
         self, store: Store, request: ps_pb2.Request, placed: list[Placed], payload: Payload

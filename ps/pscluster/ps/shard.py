@@ -8,6 +8,7 @@ lock is held for one block's copy at a time, never while the network is slow.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import threading
@@ -109,6 +110,17 @@ class Shard:
             rows = np.unique(ids)
             average[rows] += (values[rows] - average[rows]) * share
 
+    def replace(self, array: Array) -> Array:
+        """Have these values, in this array, instead of all that there are; gives the array that there was.
+
+        Who reads that goes on to: nobody changes it any more. Under the lock.
+        """
+        self._snapshots.clear()
+        for capture in self._captures:
+            capture.settle("value")
+        before, self.array = self.array, array
+        return before
+
     def before_change(self) -> None:
         """To be called under the lock before any of it changes."""
         for snapshot in self._snapshots:
@@ -145,7 +157,7 @@ class Shard:
 
     def forget(self, snapshot: Snapshot) -> None:
         """The snapshot has been read or given up. Takes the lock."""
-        with self.lock:
+        with self.lock, contextlib.suppress(ValueError):  # of an array that was replaced
             self._snapshots.remove(snapshot)
 
 

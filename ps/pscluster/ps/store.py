@@ -24,7 +24,6 @@ from types import EllipsisType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
 
 from pscluster.core.definitions import resolve
@@ -46,6 +45,7 @@ from pscluster.ps.birth import born, filler, no_handles
 from pscluster.ps.counts import StoreCounts, VariableCounts
 from pscluster.ps.ledger import Ledger, Origin
 from pscluster.ps.losses import Losses
+from pscluster.ps.payload import Ids, Payload
 from pscluster.ps.plans import MAX_PLANS, MAX_REQUEST_BYTES, PreparedRead, remember
 from pscluster.ps.rules import (
     RULES,
@@ -58,12 +58,10 @@ from pscluster.ps.rules import (
 )
 from pscluster.ps.schedules import from_spec as schedule_from_spec
 from pscluster.ps.shard import AVERAGE, Array, Shard, Snapshot
-from pscluster.ps.wire import COPY
+from pscluster.ps.wire import COPY, SESSION_BYTES
 from pscluster.v1 import definition_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
-
-Ids = npt.NDArray[np.int64]
 
 OWN_RULE = "custom"
 """What a rule of the user's own is called in an OptimizerSpec."""
@@ -125,70 +123,15 @@ class Placed:
     ids_at: int
     values_at: int
 
+    @property
+    def takes_place(self) -> bool:
+        """Are its values all of a shard whose array may become another? Of small ones prepared reads keep views."""
+        whole = self.item.kind == ps_pb2.ASSIGN and self.item.rows.WhichOneof("kind") == "all" and not self.item.scalar
+        return whole and self.shard.array.nbytes > SESSION_BYTES
+
 
 _GONE = 256
 """So many deletions of all names with a prefix are remembered: a late copy of a creation makes none of them again."""
-
-
-_NOTHING = memoryview(b"")
-
-
-class Payload:
-    """The bytes of a request, as the chunks they came in.
-
-    Args:
-        chunks: if it is a list and `once`, this empties it.
-        once: what `blocks` has given is not asked for again: a chunk's memory goes with the last of its blocks.
-    """
-
-    def __init__(self, chunks: Sequence[memoryview], *, once: bool = False) -> None:
-        self._chunks, self._sizes = list(chunks), [len(chunk) for chunk in chunks]
-        self._once = once
-        if once and isinstance(chunks, list):
-            chunks.clear()
-
-    def blocks(self, start: int, size: int, itemsize: int) -> Iterator[tuple[int, memoryview]]:
-        """(offset in the segment, bytes) of the segment, cut where the chunks are; elements stay whole."""
-        places = self._places(start, size)
-        if any((high - low) % itemsize for _, _, low, high in places):
-            yield 0, memoryview(b"".join(self._chunks[number][low:high] for number, _, low, high in places))
-            return
-        for number, offset, low, high in places:
-            yield offset, self._chunks[number][low:high]
-            if self._once and high - low == self._sizes[number]:
-                self._chunks[number] = _NOTHING
-
-    def _places(self, start: int, size: int) -> list[tuple[int, int, int, int]]:
-        """Of a segment: number of the chunk, offset in the segment, and from where to where in the chunk."""
-        at, places = 0, []
-        for number, length in enumerate(self._sizes):
-            low, high = max(start - at, 0), min(start + size - at, length)
-            if low < high:
-                places.append((number, at + low - start, low, high))
-            at += length
-            if at >= start + size:
-                break
-        return places
-
-    def array(self, start: int, count: int, dtype: npt.DTypeLike) -> Array:
-        """A segment as one array; a copy only where it crosses chunks."""
-        places = self._places(start, count * np.dtype(dtype).itemsize)
-        pieces = [self._chunks[number][low:high] for number, _, low, high in places]
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return np.frombuffer(data, dtype, count)
-
-    @property
-    def chunks(self) -> Sequence[memoryview]:
-        """As they came."""
-        return self._chunks
-
-    def joined(self) -> memoryview:
-        """All of it."""
-        return self._chunks[0] if len(self._chunks) == 1 else memoryview(b"".join(self._chunks))
-
-    def ids(self, start: int, count: int) -> Ids:
-        """A segment of row numbers."""
-        return self.array(start, count, np.int64).view(np.int64)
 
 
 def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
@@ -857,6 +800,9 @@ class Store:
 
     def _apply_dense(self, part: Placed, slots: dict[str, Array], step: int, payload: Payload) -> None:
         shard, dtype = part.shard, part.shard.array.dtype
+        if (whole := payload.own(part.values_at)) is not None:
+            payload.replaced.append(shard.replace(whole))
+            return
         flat = shard.array.reshape(-1)
         for offset, piece in payload.blocks(part.values_at, part.item.value_bytes, dtype.itemsize):
             values = np.frombuffer(piece, dtype)

@@ -21,8 +21,9 @@ from pscluster.ps import shard, store
 from pscluster.ps.durable import capture, files
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Lineage
 from pscluster.ps.durable.plan import Durability
+from pscluster.ps.payload import Payload
 from pscluster.ps.rules import RULES
-from pscluster.ps.store import Payload, Store
+from pscluster.ps.store import Store
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]

@@ -110,6 +110,12 @@ class CaptureMachine(RuleBasedStateMachine):
             for array in self.shard.arrays().values():
                 array[...] = self.fresh(array.shape, array.dtype)
 
+    @rule()
+    def replace(self) -> None:
+        """Another array takes the place of the values."""
+        with self.shard.lock:
+            self.shard.replace(self.fresh(self.shard.array.shape, self.shard.array.dtype))
+
     @rule(data=st.data())
     def sparse_update(self, data: st.DataObject) -> None:
         """Rows over one or two leading axes change, in the values, the slots and the averages."""

@@ -47,9 +47,10 @@ from pscluster.core.errors import ConfigurationError, PsClusterError, StaleError
 from pscluster.ps.durable.files import StateDirectory
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper
 from pscluster.ps.durable.plan import Durability
+from pscluster.ps.payload import Payload
 from pscluster.ps.rules import RULES, UpdateRule
 from pscluster.ps.schedules import CosineDecay
-from pscluster.ps.store import Payload, Store
+from pscluster.ps.store import Store
 from pscluster.v1 import ps_pb2, state_pb2
 
 Array = npt.NDArray[Any]

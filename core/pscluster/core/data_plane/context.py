@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from pscluster.core.data_plane.connection import Connection
+from pscluster.core.data_plane.connection import Connection, Place
 from pscluster.v1 import data_plane_pb2
 
 logger = logging.getLogger(__name__)
@@ -20,9 +20,14 @@ class HandlerAborted(Exception):  # noqa: N818  (it ends a handler, as gRPC's ow
 
 
 class DataContext(grpc.ServicerContext):
-    """Of one call."""
+    """Of one call.
+
+    Attributes:
+        place: where the next messages go; the handler reads b"" instead of each. None: to the handler.
+    """
 
     takes_parts = True  # a handler may answer with a list of buffers, instead of joining them
+    place: Place | None = None
 
     def __init__(self, connection: Connection, peer: str, call: data_plane_pb2.DataCall) -> None:
         self._connection = connection

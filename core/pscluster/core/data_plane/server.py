@@ -231,7 +231,7 @@ class DataServer:
             raise ProtocolError(f"a call was to begin, and {kind.name} of {len(body)} bytes came")
         call = data_plane_pb2.DataCall.FromString(body)
         context = peer.context = DataContext(peer.connection, peer.name, call)
-        requests = _Requests(peer.connection)
+        requests = _Requests(peer.connection, context)
         failure: BaseException | None = None
         try:
             details: Any = _Details(call.path, context.invocation_metadata())
@@ -278,8 +278,8 @@ def _status(code: grpc.StatusCode, details: str) -> data_plane_pb2.DataStatus:
 class _Requests:
     """The messages of a call, until the client says that there are no more. Raises if it breaks off."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, context: DataContext) -> None:
+        self._connection, self._context = connection, context
         self._ended = False
         self.broken = False
 
@@ -290,7 +290,7 @@ class _Requests:
         if self._ended:
             raise StopIteration
         try:
-            kind, body = self._connection.receive()
+            kind, body = self._connection.receive(self._context.place)
         except (OSError, ProtocolError) as error:
             self.broken = True
             raise CallBrokenError(str(error)) from None
@@ -304,6 +304,7 @@ class _Requests:
 
     def drop_rest(self) -> None:
         """What the client still sends is of a call that is over."""
+        self._context.place = None
         for _ in self:
             pass
 

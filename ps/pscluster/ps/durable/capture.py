@@ -37,6 +37,11 @@ class Capture:
         self._rows = {name: _row_bytes(array) for name, array in arrays.items()}
         self._left = {name: set(range(-(-len(data) // CHUNK_BYTES))) for name, data in self._views.items()}
         self._saved: dict[tuple[str, int], bytes] = {}
+        self._settled: set[str] = set()
+
+    def settle(self, name: str) -> None:
+        """One of the arrays will not change any more. Under the lock."""
+        self._settled.add(name)
 
     def save(self, rows: npt.NDArray[np.int64] | None, per_row: int = 1) -> None:
         """Keep the old bytes of these rows (None: all) as far as they are still to be read. Under the lock.
@@ -47,11 +52,14 @@ class Capture:
         """
         if rows is not None and not len(rows):
             return
-        for name, left in self._left.items():
+        for name, left in self._changing():
             wanted = (
                 set(left) if rows is None else left & blocks_of_rows(rows, self._rows[name] // per_row, CHUNK_BYTES)
             )
             self._keep(name, wanted)
+
+    def _changing(self) -> Iterator[tuple[str, set[int]]]:
+        return ((name, left) for name, left in self._left.items() if name not in self._settled)
 
     def _keep(self, name: str, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -60,7 +68,7 @@ class Capture:
 
     def save_span(self, start: int, stop: int, size: int) -> None:
         """Keep the old bytes of these elements of each array that has so many, and of all others. Under the lock."""
-        for name, left in self._left.items():
+        for name, left in self._changing():
             array = self.arrays[name]
             wanted = set(left)
             if array.size == size:

@@ -35,7 +35,8 @@ from pscluster.ps.durable.state import (
     saved_optimizer,
     settle_losses,
 )
-from pscluster.ps.store import HeldVariable, Payload, Placed, Store
+from pscluster.ps.payload import Payload
+from pscluster.ps.store import HeldVariable, Placed, Store
 from pscluster.v1 import ps_pb2, state_pb2
 
 logger = logging.getLogger(__name__)

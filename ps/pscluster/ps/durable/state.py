@@ -13,8 +13,9 @@ from pscluster.core.frames import padding
 from pscluster.ps.durable.capture import Capture
 from pscluster.ps.durable.files import Array, DamagedError
 from pscluster.ps.ledger import Origin
+from pscluster.ps.payload import Payload
 from pscluster.ps.shard import Shard
-from pscluster.ps.store import HeldOptimizer, HeldVariable, Payload, Placed, Store, partition_of
+from pscluster.ps.store import HeldOptimizer, HeldVariable, Placed, Store, partition_of
 from pscluster.v1 import ps_pb2, state_pb2
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,83 @@
+"""Where the payload of a message that comes in frames is to be: received, or copied, straight into its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+
+from pscluster.core.errors import ProtocolError
+from pscluster.core.frames import head_of, padding, unpack
+
+
+class Landing:
+    """Puts the bytes of a payload where they belong. They come in order, cut anywhere.
+
+    Args:
+        message_class: of the frames.
+        targets: memory for the segments of the payload; what pads each is dropped.
+    """
+
+    def __init__(self, message_class: type[Message], targets: Sequence[memoryview]) -> None:
+        self._message_class = message_class
+        self._targets = [item for target in targets for item in (target, padding(len(target)))]
+        self._which = 0
+        self._done = 0
+        self._last = False
+        self._before = 0, 0  # where the last frame began
+        self.received = 0  # bytes of all frames
+
+    def take(self, start: bytes, size: int) -> list[memoryview] | None:
+        """A frame, or its first bytes: see `data_plane.connection.Place`. ProtocolError if it is more than fits."""
+        if len(start) == size:
+            frame, payload = unpack(start, self._message_class)
+        else:
+            found = head_of(start, size, self._message_class)
+            if found is None:
+                return None
+            frame, at = found
+            payload = memoryview(start)[at:]
+        self.received += size
+        self.put(frame, payload)
+        return self._room(size - len(start))
+
+    def put(self, frame: Message, payload: memoryview) -> None:
+        """What has come of a frame's payload."""
+        again = getattr(frame, "again", False)
+        if self._last and not again:
+            raise ProtocolError("a frame behind the last one")
+        if again:
+            self._which, self._done = self._before
+        self._before = self._which, self._done
+        self._last = self._last or frame.last  # type: ignore[attr-defined]
+        at = 0
+        for room in self._room(len(payload)):
+            room[:] = payload[at : at + len(room)]
+            at += len(room)
+
+    def _room(self, size: int) -> list[memoryview]:
+        """Where the next bytes go."""
+        rooms = []
+        while size:
+            if self._which == len(self._targets):
+                raise ProtocolError(f"{size} bytes more came than were asked for")
+            target = self._targets[self._which]
+            room = memoryview(bytearray(target)) if isinstance(target, int) else target
+            count = min(len(room) - self._done, size)
+            rooms.append(room[self._done : self._done + count])
+            size -= count
+            self._done += count
+            if self._done == len(room):
+                self._which, self._done = self._which + 1, 0
+        return rooms
+
+    @property
+    def missing(self) -> int:
+        """Bytes of the targets that have not come."""
+        left = self._targets[self._which :]
+        return sum(size if isinstance(size, int) else len(size) for size in left) - self._done
+
+    @property
+    def complete(self) -> bool:
+        """Has all come, and the word that it is all?"""
+        return self._last and not self.missing
