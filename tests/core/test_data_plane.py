@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, until
 
 from pscluster.core.data_plane import client as client_module
 from pscluster.core.data_plane import server as server_module
@@ -36,6 +39,7 @@ class Service:
     def __init__(self) -> None:
         self.began = threading.Event()
         self.ended = threading.Event()
+        self.refused: weakref.ref[Any] | None = None  # what a handler had when it refused
 
     def echo(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Each message, until it is told to do something else."""
@@ -65,6 +69,8 @@ class Service:
                 self.began.set()
                 self.ended.wait(PATIENCE)
             if request.startswith(b"no"):
+                refused = np.zeros(1)
+                self.refused = weakref.ref(refused)
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
             size += len(request)
         return str(size).encode()
@@ -203,6 +209,16 @@ def test_refused_while_it_is_sent(port: DataPort) -> None:
     assert not answers
     assert end.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert called(port, "Total", b"12345")[0] == [b"5"]  # nothing of the one before is in it
+
+
+def test_nothing_of_a_refused_call_is_kept(port: DataPort, service: Service) -> None:
+    """Not even until the garbage is collected: it may be large."""
+    gc.disable()
+    try:
+        assert called(port, "Total", b"no")[1].code() is grpc.StatusCode.INVALID_ARGUMENT
+        until(lambda: service.refused is not None and service.refused() is None, "it is gone")
+    finally:
+        gc.enable()
 
 
 def test_a_call_that_ends_before_the_client_does_takes_its_connection_along(port: DataPort) -> None:

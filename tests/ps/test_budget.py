@@ -128,6 +128,26 @@ def test_what_is_kept_counts_until_nobody_has_it() -> None:
     assert (budget.used, budget.kept) == (0, 0)
 
 
+def test_who_lets_go_waits_for_nobody() -> None:
+    """The last reference may end anywhere, under whatever locks."""
+    budget, array = Budget(100), np.zeros(60, np.uint8)
+    budget.keep(array)
+    held, enough = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with budget._condition:
+            held.set()
+            enough.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    del array
+    enough.set()
+    thread.join()
+    assert budget.kept == 0
+
+
 def test_who_stands_still_makes_room() -> None:
     """A push whose frames do not come, and a pull whose frames are not taken, lose their memory; others go on."""
     role, size, over = ParameterServerRole(0), 8 << 20, threading.Event()

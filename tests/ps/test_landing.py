@@ -24,6 +24,8 @@ from pscluster.v1 import ps_pb2
 SIZE = SESSION_BYTES + 3
 """Bytes of a shard that is too large for a session, and is padded."""
 
+CHUNK = SIZE + padding(SIZE)
+
 
 @given(st.data())
 def test_what_comes_lands_in_its_place(data: st.DataObject) -> None:
@@ -135,25 +137,24 @@ def test_no_read_is_of_two_values(variable: Variable) -> None:
     assert not failures
 
 
-def request_of(strategy: ParameterServerStrategy, variable: Variable, **changes: int) -> ps_pb2.Request:
-    """The head of an update of both shards."""
+def request_of(strategy: ParameterServerStrategy, variable: Variable, shards: Sequence[int] = (0, 1)) -> ps_pb2.Request:
+    """The head of an update of these shards."""
     client = strategy.client
     items = [
         ps_pb2.UpdateItem(
             variable=variable.number,
             shard=shard,
-            nth=1 + shard,
+            nth=nth,
             kind=ps_pb2.ASSIGN,
             rows=ps_pb2.Rows(all=True),
             value_bytes=SIZE,
         )
-        for shard in range(2)
+        for nth, shard in enumerate(shards, 1)
     ]
     update = ps_pb2.UpdateRequest(job=client.job, incarnation=client.incarnation, sequence=1 << 40, items=items)
-    return ps_pb2.Request(update=update, total_bytes=2 * (SIZE + padding(SIZE)), **changes)  # type: ignore[arg-type]
+    return ps_pb2.Request(update=update, total_bytes=len(items) * CHUNK)
 
 
-CHUNK = SIZE + padding(SIZE)
 BAD: dict[str, list[tuple[int, bool]]] = {
     "ends early": [(CHUNK, False)],
     "says that it is all": [(CHUNK, True)],
@@ -184,3 +185,16 @@ def test_what_does_not_come_whole_changes_nothing(
     np.testing.assert_array_equal(variable.numpy(), before)
     server.push(frames([(CHUNK, False), (CHUNK, True)]), server.metadata, PATIENCE)
     assert (variable.numpy() == 9).all()
+
+
+def test_a_shard_that_is_named_twice(strategy: ParameterServerStrategy, variable: Variable) -> None:
+    """Each of its values counts, one after the other."""
+
+    def frames() -> Iterator[Sequence[Buffer]]:
+        yield parts_of(request_of(strategy, variable, (0, 1, 0)))
+        for value in (1, 2, 3):
+            yield parts_of(ps_pb2.Request(last=value == 3), [bytes([value]) * CHUNK])
+
+    (server,) = strategy.client._servers
+    server.push(frames(), server.metadata, PATIENCE)
+    assert variable.numpy()[:, :5].tolist() == [[3] * 5, [2] * 5]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import random
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -351,6 +353,26 @@ class Servers:
                     arrays = {key: (array.dtype.name, array.tobytes()) for key, array in shard.arrays().items()}
                     found[f"{held.spec.name} {number}"] = arrays, dict(shard.steps), shard.updates, shard.version
         return found
+
+
+def test_nothing_of_a_checkpoint_that_failed_is_kept(tmp_path: Path) -> None:
+    """But what went wrong, for copies of the request: the arrays that were to be written may be large."""
+    servers = Servers(1)
+    servers.declare("v", np.zeros(9))
+    servers.mark()
+    shard = servers.stores[0].held()[0][0].shards[0]
+    with shard.lock:
+        before = weakref.ref(shard.replace(np.ones(9)))
+    assert before() is not None, "it is to be written"
+    (tmp_path / "file").write_text("no folder")
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="can't be written"):
+                servers.parts[0].write(servers.stores[0], 1, str(tmp_path / "file" / "part"))
+        assert before() is None
+    finally:
+        gc.enable()
 
 
 def payload(arrays: Sequence[Array]) -> Payload:

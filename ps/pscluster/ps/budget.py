@@ -49,7 +49,8 @@ class Budget:
         self._limit = limit
         self._condition = threading.Condition()
         self._queue: deque[object] = deque()
-        self.used = self.kept = 0
+        self.used = self._kept = 0
+        self._freed: deque[int] = deque()  # of what was kept
 
     @contextmanager
     def taken(self, size: int, call: Call) -> Iterator[None]:
@@ -86,13 +87,28 @@ class Budget:
     def keep(self, array: npt.NDArray[Any]) -> None:
         """Count an array until nobody has it any more."""
         with self._condition:
-            self.kept += array.nbytes
+            self._kept += array.nbytes
         weakref.finalize(array, self._let_go, array.nbytes).atexit = False
 
-    def _let_go(self, size: int) -> None:
+    @property
+    def kept(self) -> int:
+        """Bytes of arrays that are kept."""
         with self._condition:
-            self.kept -= size
-            self._condition.notify_all()
+            while self._freed:
+                self._kept -= self._freed.popleft()
+            return self._kept
+
+    def _let_go(self, size: int) -> None:
+        """Wherever the last reference ends, whatever locks are held there: so none is waited for.
+
+        Who is not told now looks when the next request is done, and there is one: nobody waits for this alone.
+        """
+        self._freed.append(size)
+        if self._condition.acquire(blocking=False):
+            try:
+                self._condition.notify_all()
+            finally:
+                self._condition.release()
 
     def _look(self) -> None:
         with self._condition:

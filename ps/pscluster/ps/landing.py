@@ -16,6 +16,10 @@ class Landing:
     Args:
         message_class: of the frames.
         targets: memory for the segments of the payload; what pads each is dropped.
+
+    Attributes:
+        received: bytes of all frames.
+        missing: bytes of the targets, and of what pads them, that have no place in a frame yet.
     """
 
     def __init__(self, message_class: type[Message], targets: Sequence[memoryview]) -> None:
@@ -24,8 +28,9 @@ class Landing:
         self._which = 0
         self._done = 0
         self._last = False
-        self._before = 0, 0  # where the last frame began
-        self.received = 0  # bytes of all frames
+        self.missing = sum(size if isinstance(size, int) else len(size) for size in self._targets)
+        self._before = 0, 0, self.missing  # where the last frame began
+        self.received = 0
 
     def take(self, start: bytes, size: int) -> list[memoryview] | None:
         """A frame, or its first bytes: see `data_plane.connection.Place`. ProtocolError if it is more than fits."""
@@ -47,8 +52,8 @@ class Landing:
         if self._last and not again:
             raise ProtocolError("a frame behind the last one")
         if again:
-            self._which, self._done = self._before
-        self._before = self._which, self._done
+            self._which, self._done, self.missing = self._before
+        self._before = self._which, self._done, self.missing
         self._last = self._last or frame.last  # type: ignore[attr-defined]
         at = 0
         for room in self._room(len(payload)):
@@ -66,16 +71,11 @@ class Landing:
             count = min(len(room) - self._done, size)
             rooms.append(room[self._done : self._done + count])
             size -= count
+            self.missing -= count
             self._done += count
             if self._done == len(room):
                 self._which, self._done = self._which + 1, 0
         return rooms
-
-    @property
-    def missing(self) -> int:
-        """Bytes of the targets that have not come."""
-        left = self._targets[self._which :]
-        return sum(size if isinstance(size, int) else len(size) for size in left) - self._done
 
     @property
     def complete(self) -> bool:

@@ -381,7 +381,7 @@ class ParameterServerService:
             self._check_create(store, first, context)
         else:
             raise ProtocolError("a Push is an update or a creation")
-        if placed and not self._role.keeper.logs and all(part.takes_place for part in placed):
+        if self._may_stage(placed):
             return "push", first.total_bytes, self._take_staged(store, first, payload, placed, frames, context)
         assembler = Assembler(_MAX_PUSH_BYTES)
         assembler.add(first, payload)
@@ -403,6 +403,15 @@ class ParameterServerService:
             self._create(store, first.create, Payload(assembler.chunks), reply)
             return "", 0, pack(reply)
 
+    def _may_stage(self, placed: list[Placed]) -> bool:
+        """May the values of an update come straight into arrays that take the place of those that there are?
+
+        Not with a log: what is written there would be an array that later updates change. Nor where a shard is named
+        twice: all of the arrays are made before anything comes, and are to be no more than what the server holds.
+        """
+        distinct = len({id(part.shard) for part in placed}) == len(placed) > 0
+        return distinct and not self._role.keeper.logs and all(part.takes_place for part in placed)
+
     def _take_staged(
         self,
         store: Store,
@@ -412,10 +421,7 @@ class ParameterServerService:
         frames: Iterator[bytes],
         context: grpc.ServicerContext,
     ) -> bytes:
-        """An update whose values take the place of those that there are: the answer.
-
-        With a log it is not done: what is written there would be an array that later updates change.
-        """
+        """An update whose values take the place of those that there are: the answer."""
         with self.budget.taken(first.total_bytes, context):
             staging = Staging(
                 {part.values_at: np.empty(part.shard.array.shape, part.shard.array.dtype) for part in placed}
@@ -424,19 +430,22 @@ class ParameterServerService:
             landing.put(first, payload)
             if isinstance(context, DataContext):
                 context.place = landing.take
+            before = landing.missing
             with self._patience.with_call(context) as goes_on:
                 for data in frames:
-                    before = landing.missing
                     if data:  # else it is where it belongs
                         landing.take(data, len(data))
-                    if landing.missing < before or not data:
+                    if landing.missing < before:
                         goes_on()
+                    before = landing.missing
             if not landing.complete:
                 raise ProtocolError(_CUT_OFF)
             reply, whole = ps_pb2.Reply(id=first.id, last=True), staging.payload()
-            reply.update.CopyFrom(self._update(store, first, placed, whole))
-            for array in whole.replaced:
-                self.budget.keep(array)
+            try:
+                reply.update.CopyFrom(self._update(store, first, placed, whole))
+            finally:
+                for array in whole.replaced:
+                    self.budget.keep(array)
             return pack(reply)
 
     def _update(

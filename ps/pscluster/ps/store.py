@@ -109,6 +109,7 @@ class _Source:
     size: int
     dtype: np.dtype[Any]  # to be sent; another than the array's for an average that is still the value itself
     index: Index | None = None
+    values: bool = False  # it is the values, which may be in another array by now
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +454,8 @@ class Store:
     def _locate(self, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]:
         """What an item reads, and where the next item's ids begin in the payload."""
         held, shard = self._shard(item.variable, item.shard)
-        array, dtype = shard.array, shard.array.dtype
+        array = values = shard.array
+        dtype = array.dtype
         if item.slot == AVERAGE:
             array = shard.averages.get(item.optimizer, array)  # before the first gradient the value is its average
             dtype = compute_dtype(array.dtype)
@@ -464,11 +466,11 @@ class Store:
             dtype = array.dtype
         which = item.rows.WhichOneof("kind")
         if which == "all":
-            return _Source(shard, array, array.size * dtype.itemsize, dtype), at
+            return _Source(shard, array, array.size * dtype.itemsize, dtype, values=array is values), at
         if which == "slices":
             index = _index(item.rows.slices, array, held.spec.name)
             size = math.prod(axis.count for axis in item.rows.slices.axes) * dtype.itemsize
-            return _Source(shard, array, size, dtype, index), at
+            return _Source(shard, array, size, dtype, index, array is values), at
         if which == "ids":
             table = _table(array, item.rows.leading, held.spec.name)
             size = item.rows.ids * table.shape[1] * dtype.itemsize
@@ -854,12 +856,7 @@ def _read_block(source: _Source) -> Iterator[Buffer | Snapshot]:
     """All of an array, or a box of it."""
     shard, array = source.shard, source.array
     selected = array if source.index is None else array[source.index]
-    if (
-        array is shard.array
-        and source.dtype == array.dtype
-        and selected.flags.c_contiguous
-        and source.size > CHUNK_BYTES
-    ):
+    if source.values and source.dtype == array.dtype and selected.flags.c_contiguous and source.size > CHUNK_BYTES:
         start = byte_bounds(selected)[0] - byte_bounds(array)[0]
         snapshot: Snapshot = shard.snapshot(start, start + source.size)
         try:

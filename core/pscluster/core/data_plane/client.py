@@ -199,9 +199,9 @@ class DataPort:
         with self._lock:
             moved = where != self._where
             if moved or self._reached:
-                self._avoid_until, self._avoid_seconds = 0.0, AVOID_SECONDS
+                self._avoid_until = 0.0
             if moved:
-                self._where, self._reached = where, False
+                self._where, self._reached, self._avoid_seconds = where, False, AVOID_SECONDS
         if moved:
             self.drop()
 
@@ -229,7 +229,7 @@ class DataPort:
         try:
             found = Connection(tuned(socket.create_connection(where, timeout=CONNECT_SECONDS)))
         except OSError as error:
-            self.avoid(str(error))
+            self.avoid(str(error), where)
             return None
         with self._lock:
             if where == self._where:
@@ -240,9 +240,11 @@ class DataPort:
         self._reached = False  # nor does it help to ask again
         self.avoid(why)
 
-    def avoid(self, why: str) -> None:
-        """Have calls go another way for a while."""
+    def avoid(self, why: str, failed: tuple[str, int] | None = None) -> None:
+        """Have calls go another way for a while, unless it is elsewhere by now than where it failed."""
         with self._lock:
+            if failed not in (None, self._where):
+                return
             self._avoid_until = time.monotonic() + self._avoid_seconds
             self._avoid_seconds = min(2 * self._avoid_seconds, AVOID_MOST_SECONDS)
             where = self._where

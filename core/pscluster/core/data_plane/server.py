@@ -232,7 +232,6 @@ class DataServer:
         call = data_plane_pb2.DataCall.FromString(body)
         context = peer.context = DataContext(peer.connection, peer.name, call)
         requests = _Requests(peer.connection, context)
-        failure: BaseException | None = None
         try:
             details: Any = _Details(call.path, context.invocation_metadata())
             handler = self._lookup(details)
@@ -242,16 +241,17 @@ class DataServer:
                 peer.known, peer.connection.limit = True, MAX_MESSAGE_BYTES
             for answer in _answers(handler, requests, context):
                 self._send(peer, Kind.MESSAGE, answer)
-        except HandlerAborted as error:
-            failure = error
+            status = context.status(None)
+        except HandlerAborted as error:  # which is not kept: it knows all that the handler had
+            status = context.status(error)
         except Exception as error:
             if requests.broken or not context.is_active():
                 raise ClosedError("the caller has gone") from error
             logger.exception("%s failed", call.path)
-            failure = error
+            status = context.status(error)
         peer.context = None
         context.end()
-        self._answer(peer, context.status(failure))
+        self._answer(peer, status)
         requests.drop_rest()
 
     def _answer(self, peer: _Peer, status: data_plane_pb2.DataStatus) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -100,7 +101,10 @@ class Parts:
                 )
             return done.result()
         with _told(done):
-            reply = self._write(store, marked, path)
+            try:
+                reply = self._write(store, marked, path)
+            finally:
+                del marked  # what is kept of a failure would keep it
             done.set_result(reply)
         return reply
 
@@ -244,6 +248,7 @@ def _told(copies: Future[Any]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # it is kept for long, and with it all that they know
         if not copies.done():
             copies.set_exception(error)
         raise
