@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -57,12 +58,17 @@ SCRIPT = """
 
 
 @contextmanager
-def started(cluster: LocalCluster, script: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
-    """The script as the cluster's coordinator; it is gone behind the block."""
+def started(
+    cluster: LocalCluster, script: Path, *arguments: object, errors: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The script as the cluster's coordinator; it is gone behind the block. It logs to the file, if one is given."""
     env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token}
     env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [env.get("PYTHONPATH", "")])])
     command = [sys.executable, "-m", "pscluster.coordinator", *cluster.hand_over_port("chief", 0), str(script)]
-    with subprocess.Popen([*command, *map(str, arguments)], env=env) as process:
+    with (
+        contextlib.nullcontext() if errors is None else errors.open("wb") as stderr,
+        subprocess.Popen([*command, *map(str, arguments)], env=env, stderr=stderr) as process,
+    ):
         try:
             yield process
         finally:

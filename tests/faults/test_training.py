@@ -108,9 +108,11 @@ def test_all_are_killed(script: Path, tmp_path: Path) -> None:
 def test_it_is_asked_to_end(script: Path, tmp_path: Path, number: signal.Signals) -> None:
     """Functions that run end, a checkpoint is made, the process ends as signals have it end; the next one goes on."""
     with LocalCluster(2, 2, log_level="ERROR", durability="none") as cluster:
-        with started(cluster, script, tmp_path, 30, 0) as first:
+        errors = tmp_path / "errors"
+        with started(cluster, script, tmp_path, 30, 0, errors=errors) as first:
             wait_for(str(tmp_path), "enough")
             first.send_signal(number)
+            until(lambda: f"{number.name}: the training ends" in errors.read_text(), "it has heard")
             (tmp_path / "go on").touch()
             assert first.wait(PATIENCE) == 0
         assert not (tmp_path / "result").exists()

@@ -330,7 +330,9 @@ def split_rows(partition: Partition, ids: Ids) -> list[ShardRows]:
         cuts = itertools.pairwise((0, *np.searchsorted(flat, ends).tolist()))
         return [ShardRows(order[a:b], flat[a:b] - starts[shard]) for shard, (a, b) in enumerate(cuts)]
     if shards <= _FEW_SHARDS:
-        found = [np.flatnonzero((flat >= start) & (flat < end)) for start, end in zip(starts, ends, strict=True)]
+        below = [flat < end for end in ends[:-1].tolist()]
+        masks = [below[0], *(low > before for before, low in itertools.pairwise(below)), ~below[-1]]
+        found = [np.flatnonzero(mask) for mask in masks]
         return [ShardRows(mine, flat[mine] - start) for mine, start in zip(found, starts, strict=True)]
     # From the right: of pieces that end at the same row only the first can hold the rows before it.
     owners = np.searchsorted(ends, flat, side="right")

@@ -480,9 +480,10 @@ class RoleServer:
     def stop(self, grace: float) -> None:
         """Refuse new calls, give the running ones `grace` seconds, close."""
         self._doorkeeper.stop()
-        self._server.stop(grace).wait()
+        stopped = self._server.stop(grace)
         if self._data is not None:
-            self._data.stop()
+            self._data.stop(grace)
+        stopped.wait()
         if self._metrics is not None:
             self._metrics.close()
 

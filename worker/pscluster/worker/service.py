@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from pscluster.core.definitions import UnresolvedReference
-from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, StaleError
+from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Assembler, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
@@ -123,12 +123,11 @@ class WorkerRole(Role):
         with self._lock:
             if self._job is not job:
                 raise StaleError("this attachment to the worker is over")
+            if self._leaving:  # before it is up: so no function is sent that would come back
+                raise UnavailableError(f"worker {self._index} is stopping")
             if self._runner is not None:
                 raise ProtocolError("there is a stream of steps already")
             self._runner = runner
-            leaving = self._leaving
-        if leaving:
-            runner.leave()
         return runner
 
     def wait_turn(self, timeout: float) -> bool:

@@ -61,6 +61,7 @@ class _Peer:
         self.since = time.monotonic()
         self.known = False
         self.turned_out = False
+        self.busy = False  # with a call, until its end is told
         self.context: DataContext | None = None
 
     @property
@@ -110,6 +111,7 @@ class DataServer:
             lookup = functools.partial(interceptor.intercept_service, lookup)
         self._lookup, self._refusals = lookup, refusals
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # a call has ended
         self._peers: set[_Peer] = set()
         self._by_number: dict[int, _Peer] = {}
         self._epoll = select.epoll()
@@ -122,14 +124,16 @@ class DataServer:
         for target, name in ((self._accept, "data-accept"), (self._watch, "data-watch")):
             threading.Thread(target=target, name=name, daemon=True).start()
 
-    def stop(self) -> None:
-        """Refuse what is new, end what runs."""
+    def stop(self, grace: float = 0.0) -> None:
+        """Refuse what is new, wait for so many seconds for what runs, end it."""
         with self._lock:
             self._over = True
-            peers = list(self._peers)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
+        with self._lock:
+            self._changed.wait_for(lambda: not any(peer.busy for peer in self._peers), grace)
+            peers = list(self._peers)
         for peer in peers:
             peer.connection.shut()  # first: a handler that is told that nobody waits may end as if all were well
             peer.gone()
@@ -180,6 +184,7 @@ class DataServer:
             if self._by_number.pop(number, None) is not None:
                 self._epoll.unregister(number)
             self._peers.discard(peer)
+            self._changed.notify_all()
             peer.connection.close()  # under the lock: the number is free for another one
 
     def _watch(self) -> None:
@@ -230,7 +235,11 @@ class DataServer:
         if kind is not Kind.CALL or len(body) > MAX_CALL_BYTES:
             raise ProtocolError(f"a call was to begin, and {kind.name} of {len(body)} bytes came")
         call = data_plane_pb2.DataCall.FromString(body)
-        context = peer.context = DataContext(peer.connection, peer.name, call)
+        context = DataContext(peer.connection, peer.name, call)
+        with self._lock:
+            if self._over:
+                raise ClosedError("no more calls are taken here")
+            peer.context, peer.busy = context, True
         requests = _Requests(peer.connection, context)
         try:
             details: Any = _Details(call.path, context.invocation_metadata())
@@ -252,6 +261,9 @@ class DataServer:
         peer.context = None
         context.end()
         self._answer(peer, status)
+        with self._changed:
+            peer.busy = False
+            self._changed.notify_all()
         requests.drop_rest()
 
     def _answer(self, peer: _Peer, status: data_plane_pb2.DataStatus) -> None:
