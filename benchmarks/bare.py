@@ -24,12 +24,8 @@ from model import ROWS
 from pscluster.core.process import tune_allocator
 
 WIDTH = 64
-READ, GATHER, UPDATE, ADAGRAD = (
-    b"r",
-    b"g",
-    b"u",
-    b"a",
-)  # what the first byte of a small request asks for; a number is behind eight
+# What the first byte of a small request asks for; a number is behind eight.
+READ, GATHER, UPDATE, ADAGRAD = b"r", b"g", b"u", b"a"
 
 Parts = Sequence[Any]
 
