@@ -50,6 +50,7 @@ from pscluster.coordinator import (  # noqa: E402
     FixedShardsPartitioner,
     IndexedSlices,
     ParameterServerStrategy,
+    RemoteValueStatus,
     SimpleClusterResolver,
     Variable,
     optimizers,
@@ -209,7 +210,7 @@ class Job:
         now = time.monotonic()
         left = []
         for value in self._pending:
-            if value.status.value == "not_ready":
+            if value.status is RemoteValueStatus.NOT_READY:
                 left.append(value)
             else:
                 value.fetch(timeout=PATIENCE)  # raises what made it fail

@@ -61,6 +61,8 @@ class Proxy:
                     near.close()
                     far.close()
                     return
+                for end in (near, far):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # it delays what it is told to, no more
                 self._pairs.add((near, far))
                 for back, source, sink in ((False, near, far), (True, far, near)):
                     thread = threading.Thread(target=self._forward, args=(source, sink, back, (near, far)), daemon=True)

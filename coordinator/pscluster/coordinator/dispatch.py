@@ -20,6 +20,7 @@ import functools
 import itertools
 import logging
 import math
+import random
 import threading
 import time
 import weakref
@@ -41,6 +42,7 @@ from pscluster.coordinator.links import (
     WorkerConnection,
     end_job,
     out_of_reach,
+    seconds_to_redial,
     why_lost,
 )
 from pscluster.coordinator.observed import Observed
@@ -854,10 +856,12 @@ class Dispatcher:
 
     async def _connect(self, index: int, link: LinkState) -> WorkerConnection:
         """Dial until the worker is attached and has all resources, for as long as that takes."""
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(UnavailableError),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=2.0),
-        )
+
+        def pause(state: tenacity.RetryCallState) -> float:
+            chance = random.random()  # noqa: S311 (nothing secret)  # nosec B311
+            return seconds_to_redial(state.seconds_since_start or 0.0, chance)
+
+        retrying = tenacity.AsyncRetrying(retry=tenacity.retry_if_exception_type(UnavailableError), wait=pause)
         distrust = Distrust(link.peer)
         async for attempt in retrying:
             with attempt:

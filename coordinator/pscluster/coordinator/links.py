@@ -50,6 +50,7 @@ CALL_SECONDS = 30.0
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
 _WAIT = tenacity.wait_random_exponential(multiplier=0.05, max=0.25)
+_REDIAL_SECONDS = 0.05, 2.0  # at least, and at most
 _FEW = 3  # attempts of what nobody is to wait long for
 _STEPS = f"/{WORKER_SERVICE.full_name}/Steps"
 _UNLOADED_SECONDS = 600.0  # a definition or dataset may take long to load
@@ -264,6 +265,19 @@ class PsLink:
             wait=_WAIT,
             stop=tenacity.stop_after_delay(self._request.ps_timeout),
         )
+
+
+def seconds_to_redial(away: float, chance: float) -> float:
+    """How long to wait before a worker that has been away for so many seconds is dialled again.
+
+    A tenth to a fifth of that: one that is back soon is found soon, and one that stays away costs little.
+
+    Args:
+        away: seconds.
+        chance: a random number from 0 to 1.
+    """
+    shortest, longest = _REDIAL_SECONDS
+    return min(max(away / 5, shortest), longest) * (0.5 + chance / 2)
 
 
 async def end_job(peer: PeerAddress, job: int, reason: str, metadata: Metadata) -> None:
