@@ -242,11 +242,12 @@ class Chaos:
     _deck: list[str] = field(default_factory=list)
 
     def during(self, seconds: float) -> None:
-        """While the job runs for so long, a fault every so often."""
-        over = threading.Event()
+        """While the job runs for so long, a fault every so often; later where the one before is not over."""
+        over, begin = threading.Event(), time.monotonic()
+        moments = itertools.count(self.every / 2, self.every)
 
         def strike() -> None:
-            while not over.wait(self.every):
+            while not over.wait(max(begin + next(moments) - time.monotonic(), 0.0)):
                 if not self._deck:  # each kind once, then each again
                     self._deck = self.rng.sample(self.kinds, len(self.kinds))
                 self.strikes.append(self._one(self._deck.pop()))
