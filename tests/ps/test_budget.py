@@ -107,47 +107,6 @@ def test_who_gives_up_makes_room() -> None:
     assert (budget.used, len(budget._queue)) == (0, 0)
 
 
-def test_what_is_kept_counts_until_nobody_has_it() -> None:
-    """Arrays that were replaced, and are still read. They hold others up beside a request, and never alone."""
-    budget = Budget(100)
-    array = np.zeros(90, np.uint8)
-    budget.keep(array)
-    with asking(budget, 30, 30) as (first, second):
-        assert first.has.is_set()
-        assert not second.has.is_set()
-        del array
-        assert second.has.wait(60)
-        first.done()
-        array = np.zeros(80, np.uint8)
-        budget.keep(array)
-        with asking(budget, 1000) as (large,):
-            assert not large.has.is_set()
-            second.done()
-            assert large.has.wait(60)
-    del array
-    assert (budget.used, budget.kept) == (0, 0)
-
-
-def test_who_lets_go_waits_for_nobody() -> None:
-    """The last reference may end anywhere, under whatever locks."""
-    budget, array = Budget(100), np.zeros(60, np.uint8)
-    budget.keep(array)
-    held, enough = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with budget._condition:
-            held.set()
-            enough.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    del array
-    enough.set()
-    thread.join()
-    assert budget.kept == 0
-
-
 def test_who_stands_still_makes_room() -> None:
     """A push whose frames do not come, and a pull whose frames are not taken, lose their memory; others go on."""
     role, size, over = ParameterServerRole(0), 8 << 20, threading.Event()

@@ -18,6 +18,7 @@ from pscluster.core.frames import Buffer, padding, view
 from pscluster.ps import rules, shard, store
 from pscluster.ps.payload import Payload
 from pscluster.ps.shard import Shard, Snapshot
+from pscluster.ps.spill import Spill
 from pscluster.ps.store import Store
 from pscluster.v1 import ps_pb2
 
@@ -76,6 +77,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         self.array = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
         self.shard = Shard(self.array)
         self.readings: list[Reading] = []
+        self.spill = Spill(limit=2 * CHUNK)
         self.interrupt: Callable[[], None] | None = None
         self.last = 0.0
 
@@ -91,7 +93,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, self.array.nbytes))
         stop = data.draw(st.integers(start, self.array.nbytes))
         expected = self.array.tobytes()[start:stop]
-        self.readings.append(Reading(self.shard.snapshot(start, stop), expected, self.copy))
+        self.readings.append(Reading(self.shard.snapshot(start, stop, self.spill), expected, self.copy))
 
     @rule(data=st.data())
     def begin_to_send(self, data: st.DataObject) -> None:
@@ -99,7 +101,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, self.array.nbytes))
         stop = data.draw(st.integers(start, self.array.nbytes))
         expected = self.array.tobytes()[start:stop]
-        self.readings.append(Sending(self.shard.snapshot(start, stop), expected, self.maybe_change))
+        self.readings.append(Sending(self.shard.snapshot(start, stop, self.spill), expected, self.maybe_change))
 
     def maybe_change(self) -> None:
         """While a chunk waits to be sent an update may come."""
@@ -113,10 +115,10 @@ class SnapshotMachine(RuleBasedStateMachine):
         self.maybe_change()
         return half + bytes(chunk[len(half) :])
 
-    @rule(whole=st.booleans())
-    def interrupt_the_next_copy(self, whole: bool) -> None:
+    @rule()
+    def interrupt_the_next_copy(self) -> None:
         """An update will come while a chunk is copied."""
-        self.interrupt = self.replace if whole else self.change_all
+        self.interrupt = self.change_all
 
     @rule(which=st.integers(0, 9), chunks=st.integers(1, 5))
     def read_on(self, which: int, chunks: int) -> None:
@@ -138,6 +140,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         if self.readings:
             reading = self.readings.pop(which % len(self.readings))
             reading.snapshot.close()
+            reading.chunks = iter(())  # the call has ended
 
     @rule()
     def dense_update(self) -> None:
@@ -151,10 +154,13 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @rule()
     def replace(self) -> None:
-        """Another array takes the place of the one that there is."""
-        self.array = self.fresh(self.array.shape)
+        """Another array takes the place of the one that there is, unless that is being read."""
+        values = self.fresh(self.array.shape)
         with self.shard.lock:
-            self.shard.replace(self.array)
+            replaced = self.shard.replace(values)
+        assert replaced is not bool(self.readings)
+        if replaced:
+            self.array = values
 
     @rule(cuts=st.lists(st.integers(0, 800), max_size=5))
     def dense_update_in_spans(self, cuts: list[int]) -> None:
@@ -175,6 +181,10 @@ class SnapshotMachine(RuleBasedStateMachine):
             self.shard.before_rows_change(ids)
             self.array[ids] = self.fresh((len(ids), self.array.shape[1]))
 
+    def read_to_the_end(self, reading: Reading) -> None:
+        reading.got += b"".join(reading.chunks)
+        self.end(reading)
+
     def end(self, reading: Reading) -> None:
         assert reading.got == reading.expected
         reading.snapshot.close()
@@ -191,9 +201,9 @@ class SnapshotMachine(RuleBasedStateMachine):
         if not hasattr(self, "patch"):
             return
         try:
-            for reading in list(self.readings):
-                reading.got += b"".join(reading.chunks)
-                self.end(reading)
+            while self.readings:
+                self.read_to_the_end(self.readings[0])
+            assert (self.spill.in_memory, self.spill.spilled) == (0, 0)
             self.patch.setattr(Snapshot, "save", None)
             self.dense_update()
         finally:

@@ -3,8 +3,7 @@
 A push is held whole before it is applied, rows are copied before they are sent, and a pull of whole shards may need
 the old values of what is updated while it goes out. Waiting costs little: a server is busy with one of them anyway,
 and a push that waits is held back by the transport's flow control, at the client. One that is larger than all there
-is goes alone. Nobody is refused. An array that a request has replaced counts until those who read it are done; since
-that may be a checkpoint's slow disk, no request waits for that alone.
+is goes alone. Nobody is refused.
 
     waiting --its turn, and there is room--> taken --done, or given up--> gone
             --its call has ended-----------> gone
@@ -13,13 +12,10 @@ that may be a checkpoint's slow disk, no request waits for that alone.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
-
-import numpy.typing as npt
+from typing import Protocol
 
 from pscluster.core.errors import PSUnavailableError
 
@@ -46,11 +42,10 @@ class Budget:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._condition = threading.Condition()
         self._queue: deque[object] = deque()
-        self.used = self._kept = 0
-        self._freed: deque[int] = deque()  # of what was kept
+        self.used = 0
 
     @contextmanager
     def taken(self, size: int, call: Call) -> Iterator[None]:
@@ -63,8 +58,7 @@ class Budget:
 
         def may_go() -> bool:
             first = self._queue[0] is place
-            fits = not self.used or self.used + self.kept + size <= self._limit
-            return not call.is_active() or (first and fits)
+            return not call.is_active() or (first and (not self.used or self.used + size <= self.limit))
 
         call.add_callback(self._look)
         with self._condition:
@@ -83,32 +77,6 @@ class Budget:
             with self._condition:
                 self.used -= size
                 self._condition.notify_all()
-
-    def keep(self, array: npt.NDArray[Any]) -> None:
-        """Count an array until nobody has it any more."""
-        with self._condition:
-            self._kept += array.nbytes
-        weakref.finalize(array, self._let_go, array.nbytes).atexit = False
-
-    @property
-    def kept(self) -> int:
-        """Bytes of arrays that are kept."""
-        with self._condition:
-            while self._freed:
-                self._kept -= self._freed.popleft()
-            return self._kept
-
-    def _let_go(self, size: int) -> None:
-        """Wherever the last reference ends, whatever locks are held there: so none is waited for.
-
-        Who is not told now looks when the next request is done, and there is one: nobody waits for this alone.
-        """
-        self._freed.append(size)
-        if self._condition.acquire(blocking=False):
-            try:
-                self._condition.notify_all()
-            finally:
-                self._condition.release()
 
     def _look(self) -> None:
         with self._condition:

@@ -30,7 +30,6 @@ class Payload:
         self, chunks: Sequence[memoryview], *, once: bool = False, arrays: Mapping[int, Array] | None = None
     ) -> None:
         self._arrays = arrays or {}
-        self.replaced: list[Array] = []  # by them
         self._chunks, self._sizes = list(chunks), [len(chunk) for chunk in chunks]
         self._once = once
         if once and isinstance(chunks, list):

@@ -70,7 +70,7 @@ class ParameterServerRole(Role):
         reach("ps.restore.before")
         found = self.keeper.restore()
         reach("ps.restore.after")
-        self._keep_counting(Store(index) if found is None else found.store)
+        self._take_on(Store(index) if found is None else found.store)
         self.kept_job = self.store.job
         self._origin = Lineage() if found is None else found.lineage
         self._restored = "" if found is None else found.words
@@ -79,9 +79,9 @@ class ParameterServerRole(Role):
         self._own_until = time.monotonic() + OWN_SECONDS
         self._new = False  # the job has begun, and may not be on disk
 
-    def _keep_counting(self, store: Store) -> None:
+    def _take_on(self, store: Store) -> None:
         """Another store, of the same server."""
-        store.counts = self._store_counts
+        store.counts, store.spill = self._store_counts, self.keeper.spill
         self.store = store
 
     def serving(self) -> Store:
@@ -122,7 +122,7 @@ class ParameterServerRole(Role):
             self.keeper.go_on(self._origin)
             return
         self.parts.forget()
-        self._keep_counting(Store(self.store.index, request.job))
+        self._take_on(Store(self.store.index, request.job))
         self._restored = ""
         self._origin = Lineage(fresh_id(), request.lineage, request.epoch, request.job_name)
         self.keeper.begin(self.store, self._origin)
@@ -158,7 +158,7 @@ class ParameterServerRole(Role):
     def job_ended(self) -> None:
         """Drop the job's variables."""
         self.parts.forget()
-        self._keep_counting(Store(self.store.index))
+        self._take_on(Store(self.store.index))
         self._origin, self.waiting = Lineage(), False
         self.keeper.end()
 
@@ -381,7 +381,7 @@ class ParameterServerService:
             self._check_create(store, first, context)
         else:
             raise ProtocolError("a Push is an update or a creation")
-        if self._may_stage(placed):
+        if self._may_stage(first.total_bytes, placed):
             return "push", first.total_bytes, self._take_staged(store, first, payload, placed, frames, context)
         assembler = Assembler(_MAX_PUSH_BYTES)
         assembler.add(first, payload)
@@ -403,14 +403,16 @@ class ParameterServerService:
             self._create(store, first.create, Payload(assembler.chunks), reply)
             return "", 0, pack(reply)
 
-    def _may_stage(self, placed: list[Placed]) -> bool:
+    def _may_stage(self, total_bytes: int, placed: list[Placed]) -> bool:
         """May the values of an update come straight into arrays that take the place of those that there are?
 
         Not with a log: what is written there would be an array that later updates change. Nor where a shard is named
-        twice: all of the arrays are made before anything comes, and are to be no more than what the server holds.
+        twice: all of the arrays are made before anything comes, and are to be no more than what the server holds. Nor
+        very large ones: what is let go in one piece is seldom found in one piece again.
         """
         distinct = len({id(part.shard) for part in placed}) == len(placed) > 0
-        return distinct and not self._role.keeper.logs and all(part.takes_place for part in placed)
+        few = total_bytes <= self.budget.limit // 4
+        return few and distinct and not self._role.keeper.logs and all(part.takes_place for part in placed)
 
     def _take_staged(
         self,
@@ -423,30 +425,38 @@ class ParameterServerService:
     ) -> bytes:
         """An update whose values take the place of those that there are: the answer."""
         with self.budget.taken(first.total_bytes, context):
-            staging = Staging(
-                {part.values_at: np.empty(part.shard.array.shape, part.shard.array.dtype) for part in placed}
-            )
-            landing = staging.landing
-            landing.put(first, payload)
-            if isinstance(context, DataContext):
-                context.place = landing.take
-            before = landing.missing
-            with self._patience.with_call(context) as goes_on:
-                for data in frames:
-                    if data:  # else it is where it belongs
-                        landing.take(data, len(data))
-                    if landing.missing < before:
-                        goes_on()
-                    before = landing.missing
-            if not landing.complete:
-                raise ProtocolError(_CUT_OFF)
-            reply, whole = ps_pb2.Reply(id=first.id, last=True), staging.payload()
-            try:
-                reply.update.CopyFrom(self._update(store, first, placed, whole))
-            finally:
-                for array in whole.replaced:
-                    self.budget.keep(array)
+            reply = ps_pb2.Reply(id=first.id, last=True)
+            # By a function of its own, of which nothing is left when others get the memory.
+            reply.update.CopyFrom(self._update_staged(store, first, payload, placed, frames, context))
             return pack(reply)
+
+    def _update_staged(
+        self,
+        store: Store,
+        first: ps_pb2.Request,
+        payload: memoryview,
+        placed: list[Placed],
+        frames: Iterator[bytes],
+        context: grpc.ServicerContext,
+    ) -> ps_pb2.UpdateReply:
+        staging = Staging({part.values_at: np.empty(part.shard.array.shape, part.shard.array.dtype) for part in placed})
+        landing = staging.landing
+        landing.put(first, payload)
+        if isinstance(context, DataContext):
+            context.place = landing.take
+        before = landing.missing
+        with self._patience.with_call(context) as goes_on:
+            for data in frames:
+                if data:  # else it is where it belongs
+                    landing.take(data, len(data))
+                if landing.missing < before:
+                    goes_on()
+                before = landing.missing
+        if isinstance(context, DataContext):
+            context.place = None
+        if not landing.complete:
+            raise ProtocolError(_CUT_OFF)
+        return self._update(store, first, placed, staging.payload())
 
     def _update(
         self, store: Store, request: ps_pb2.Request, placed: list[Placed], payload: Payload

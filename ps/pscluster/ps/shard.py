@@ -8,7 +8,6 @@ lock is held for one block's copy at a time, never while the network is slow.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import secrets
 import threading
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from pscluster.core.frames import CHUNK_BYTES, view
 from pscluster.ps.durable.capture import Capture, blocks_of_rows
 from pscluster.ps.rules import compute_dtype
+from pscluster.ps.spill import SavedBlock, Spill
 
 Array = npt.NDArray[np.generic]
 
@@ -75,9 +75,13 @@ class Shard:
             made.averages = {number: array.copy() for number, array in self.averages.items() if number in optimizers}
         return made
 
-    def capture(self) -> Capture:
-        """All of it as it is now, to be given to `release`. Under the lock."""
-        capture = Capture(self.arrays(), self.lock)
+    def capture(self, spill: Spill) -> Capture:
+        """All of it as it is now, to be given to `release`. Under the lock.
+
+        Args:
+            spill: keeps what changes before it is read.
+        """
+        capture = Capture(self.arrays(), self.lock, spill)
         self._captures.append(capture)
         return capture
 
@@ -85,6 +89,7 @@ class Shard:
         """The capture has been read or given up. Takes the lock."""
         with self.lock:
             self._captures.remove(capture)
+        capture.drop()
 
     @property
     def nbytes(self) -> int:
@@ -110,16 +115,16 @@ class Shard:
             rows = np.unique(ids)
             average[rows] += (values[rows] - average[rows]) * share
 
-    def replace(self, array: Array) -> Array:
-        """Have these values, in this array, instead of all that there are; gives the array that there was.
+    def replace(self, array: Array) -> bool:
+        """Have these values, in this array, instead of all that there are. Under the lock.
 
-        Who reads that goes on to: nobody changes it any more. Under the lock.
+        Nothing happens (False) while somebody reads the shard or writes it to disk: the array that there was would be
+        kept whole until that is done.
         """
-        self._snapshots.clear()
-        for capture in self._captures:
-            capture.settle("value")
-        before, self.array = self.array, array
-        return before
+        if self._captures or self._snapshots:
+            return False
+        self.array = array
+        return True
 
     def before_change(self) -> None:
         """To be called under the lock before any of it changes."""
@@ -148,35 +153,42 @@ class Shard:
         for capture in self._captures:
             capture.save(ids, math.prod(shape[1:leading]))
 
-    def snapshot(self, start: int, stop: int) -> Snapshot:
-        """A consistent read of the bytes [start, stop), to be closed. Takes the lock."""
+    def snapshot(self, start: int, stop: int, spill: Spill) -> Snapshot:
+        """A consistent read of the bytes [start, stop), to be closed. Takes the lock.
+
+        Args:
+            start: in the array's bytes.
+            stop: in the array's bytes.
+            spill: keeps what changes before it is read.
+        """
         with self.lock:
-            snapshot = Snapshot(self, start, stop)
+            snapshot = Snapshot(self, start, stop, spill)
             self._snapshots.append(snapshot)
         return snapshot
 
     def forget(self, snapshot: Snapshot) -> None:
         """The snapshot has been read or given up. Takes the lock."""
-        with self.lock, contextlib.suppress(ValueError):  # of an array that was replaced
+        with self.lock:
             self._snapshots.remove(snapshot)
 
 
 class Snapshot:
     """The bytes [start, stop) of a shard as they were when this was made, given out once, in order."""
 
-    def __init__(self, shard: Shard, start: int, stop: int) -> None:
+    def __init__(self, shard: Shard, start: int, stop: int, spill: Spill) -> None:
         self._shard = shard
+        self._spill = spill
         self._bytes = view(shard.array)
         self._position = start
         self._stop = stop
-        self._saved: dict[int, bytes] = {}
+        self._saved: dict[int, SavedBlock] = {}
 
     def save(self, blocks: Iterable[int] | None) -> None:
         """Keep the old bytes of these blocks, as far as they are still to be given out. Under the lock."""
         first, last = self._position // CHUNK_BYTES, -(-self._stop // CHUNK_BYTES)
         for block in range(first, last) if blocks is None else blocks:
             if first <= block < last and block not in self._saved:
-                self._saved[block] = bytes(self._bytes[block * CHUNK_BYTES : (block + 1) * CHUNK_BYTES])
+                self._saved[block] = self._spill.save(self._bytes[block * CHUNK_BYTES : (block + 1) * CHUNK_BYTES])
 
     def __iter__(self) -> Iterator[bytes]:
         """Chunks that end at block boundaries."""
@@ -213,8 +225,9 @@ class Snapshot:
                     self._position = end
                 again = saved is not None
             if saved is not None:
-                yield memoryview(saved)[start - base : end - base], again
+                yield memoryview(saved.read())[start - base : end - base], again
 
     def close(self) -> None:
         """No more will be read."""
         self._shard.forget(self)
+        self._saved.clear()

@@ -58,6 +58,7 @@ from pscluster.ps.rules import (
 )
 from pscluster.ps.schedules import from_spec as schedule_from_spec
 from pscluster.ps.shard import AVERAGE, Array, Shard, Snapshot
+from pscluster.ps.spill import Spill
 from pscluster.ps.wire import COPY, SESSION_BYTES
 from pscluster.v1 import definition_pb2, ps_pb2
 
@@ -156,6 +157,8 @@ class Store:
         self.index = index
         self.job = job
         self.counts = StoreCounts()
+        self.spill = Spill()
+        """Keeps what changes before it is written to disk, or sent."""
         self._lock = threading.Lock()
         self._ledger = Ledger()
         self._variables: dict[int, HeldVariable] = {}
@@ -527,20 +530,39 @@ class Store:
         at, begin = 0, time.monotonic()
         for item in request.items:
             source, next_at = self._locate(item, at)
-            which = item.rows.WhichOneof("kind")
+            which, size = item.rows.WhichOneof("kind"), source.size
             if which == "ids":
                 ids = payload.ids(at, item.rows.ids)
                 self._check_ids(item.variable, source.array, ids)
-                yield _gather(source, ids)
+                made: Buffer | Snapshot = _gather(source, ids)
             else:
-                yield from _read_block(source)
-            if padding(source.size):
-                yield bytes(padding(source.size))
+                made = self._block(source)
+            del source  # while this waits for a client another array may take the place of the shard's
+            if isinstance(made, Snapshot):
+                try:
+                    yield made
+                finally:
+                    made.close()
+            else:
+                yield made
+            if padding(size):
+                yield bytes(padding(size))
             at = next_at
             if which != "version" and (held := self._variables.get(item.variable)) is not None:
                 end = time.monotonic()
-                held.counts.read(source.size, end - begin, item.rows.ids)
+                held.counts.read(size, end - begin, item.rows.ids)
                 begin = end
+
+    def _block(self, source: _Source) -> Buffer | Snapshot:
+        """All of an array, or a box of it: a copy, or of large values a snapshot, to be closed."""
+        shard, array = source.shard, source.array
+        selected = array if source.index is None else array[source.index]
+        if source.values and source.dtype == array.dtype and selected.flags.c_contiguous and source.size > CHUNK_BYTES:
+            start = byte_bounds(selected)[0] - byte_bounds(array)[0]
+            return shard.snapshot(start, start + source.size, self.spill)
+        with shard.lock:
+            copy = np.array(selected, source.dtype, order="C")
+        return view(copy)
 
     def prepared(self, request: bytes) -> PreparedRead | None:
         """What answers this request, byte for byte one that was prepared."""
@@ -802,8 +824,7 @@ class Store:
 
     def _apply_dense(self, part: Placed, slots: dict[str, Array], step: int, payload: Payload) -> None:
         shard, dtype = part.shard, part.shard.array.dtype
-        if (whole := payload.own(part.values_at)) is not None:
-            payload.replaced.append(shard.replace(whole))
+        if (whole := payload.own(part.values_at)) is not None and shard.replace(whole):
             return
         flat = shard.array.reshape(-1)
         for offset, piece in payload.blocks(part.values_at, part.item.value_bytes, dtype.itemsize):
@@ -850,23 +871,6 @@ def _gather(source: _Source, ids: Ids) -> Buffer:
     with source.shard.lock:
         np.take(source.array, ids, 0, out, "clip")  # "clip" spares NumPy a buffer; the ids are checked
     return view(out.astype(source.dtype, copy=False))
-
-
-def _read_block(source: _Source) -> Iterator[Buffer | Snapshot]:
-    """All of an array, or a box of it."""
-    shard, array = source.shard, source.array
-    selected = array if source.index is None else array[source.index]
-    if source.values and source.dtype == array.dtype and selected.flags.c_contiguous and source.size > CHUNK_BYTES:
-        start = byte_bounds(selected)[0] - byte_bounds(array)[0]
-        snapshot: Snapshot = shard.snapshot(start, start + source.size)
-        try:
-            yield snapshot
-        finally:
-            snapshot.close()
-        return
-    with shard.lock:
-        copy = np.array(selected, source.dtype, order="C")
-    yield view(copy)
 
 
 def check_kind(kind: ps_pb2.UpdateKind, dtype: np.dtype[Any], name: str) -> None:

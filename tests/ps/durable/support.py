@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import PATIENCE
 
 from pscluster.core.frames import padding, view
-from pscluster.ps import shard, store
+from pscluster.ps import shard, spill, store
 from pscluster.ps.durable import capture, files
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Lineage
 from pscluster.ps.durable.plan import Durability
@@ -42,7 +42,7 @@ NEVER = 1e6
 
 def small_blocks(patch: pytest.MonkeyPatch) -> None:
     """Cut everything into blocks of `CHUNK` bytes."""
-    for module in (shard, store, capture, files):
+    for module in (shard, store, capture, files, spill):
         patch.setattr(module, "CHUNK_BYTES", CHUNK)
 
 

@@ -17,6 +17,7 @@ from tests.ps.durable.support import CHUNK, JOB, Client, declare, declare_rule, 
 from pscluster.ps.durable.capture import Capture, blocks_of_rows
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper
 from pscluster.ps.shard import Shard
+from pscluster.ps.spill import Spill
 from pscluster.ps.store import Store
 from pscluster.v1 import ps_pb2
 
@@ -36,10 +37,10 @@ SHAPES = st.one_of(
 class Reading:
     """A capture under way, and what it must give."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, spill: Spill | None = None) -> None:
         with shard.lock:
             self.expected = {name: array.tobytes() for name, array in shard.arrays().items()}
-            self.capture = shard.capture()
+            self.capture = shard.capture(spill or Spill())
         self.blocks = self.capture.blocks()
         self.got = {name: bytearray(len(data)) for name, data in self.expected.items()}
         self.seen = set[tuple[str, int]]()
@@ -72,6 +73,7 @@ class CaptureMachine(RuleBasedStateMachine):
         self.shard.slots = {3: {"m": self.fresh(shape, dtypes[1]), "v": self.fresh(shape, dtypes[2])}}
         self.shard.averages = {4: self.fresh(shape, dtypes[3])}
         self.readings = list[Reading]()
+        self.spill = Spill(limit=3 * CHUNK)
 
     def fresh(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Noise."""
@@ -83,7 +85,7 @@ class CaptureMachine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         """Another capture."""
-        self.readings.append(Reading(self.shard))
+        self.readings.append(Reading(self.shard, self.spill))
 
     @rule(which=st.integers(0, 9), blocks=st.integers(1, 5))
     def read_on(self, which: int, blocks: int) -> None:
@@ -112,9 +114,12 @@ class CaptureMachine(RuleBasedStateMachine):
 
     @rule()
     def replace(self) -> None:
-        """Another array takes the place of the values."""
+        """Another array takes the place of the values, unless they are captured."""
         with self.shard.lock:
-            self.shard.replace(self.fresh(self.shard.array.shape, self.shard.array.dtype))
+            before = self.shard.array
+            replaced = self.shard.replace(self.fresh(before.shape, before.dtype))
+            assert replaced is not bool(self.readings)
+            assert replaced is (self.shard.array is not before)
 
     @rule(data=st.data())
     def sparse_update(self, data: st.DataObject) -> None:
@@ -151,6 +156,7 @@ class CaptureMachine(RuleBasedStateMachine):
                 while reading.read_on():
                     pass
                 self.end(reading)
+            assert (self.spill.in_memory, self.spill.spilled) == (0, 0)
             self.patch.setattr(Capture, "save", None)
             self.dense_update()
         finally:
@@ -188,7 +194,7 @@ def test_an_update_in_the_middle_of_a_block_s_copy(monkeypatch: pytest.MonkeyPat
             shard.array[...] = 1
 
     with shard.lock:
-        capture = shard.capture()
+        capture = shard.capture(Spill())
     monkeypatch.setattr(capture, "_views", Interrupted(capture._views, change))
     assert b"".join(block.data for block in capture.blocks()) == bytes(8 * 8 * 4)
     assert shard.array.all()
@@ -221,7 +227,7 @@ def test_rows_larger_than_a_mebibyte() -> None:
     """With blocks of the real size: a row of several, whose neighbours share its first and last."""
     shard = Shard(np.arange(3 * 300_000, dtype=np.float64).reshape(3, 300_000))
     with shard.lock:
-        before, capture = shard.array.tobytes(), shard.capture()
+        before, capture = shard.array.tobytes(), shard.capture(Spill())
     blocks = capture.blocks()
     got = bytearray(len(before))
     for number, block in enumerate(blocks):
@@ -252,7 +258,7 @@ def test_no_rows_of_an_empty_shard(shape: tuple[int, ...]) -> None:
     none = rows(ps_pb2.ASSIGN, [], np.zeros((0, shape[2]), np.float32), leading=2)
     client.update(none)
     with shard.lock:
-        capture = shard.capture()
+        capture = shard.capture(Spill())
     client.update(none)
     assert list(capture.blocks()) == []
     shard.release(capture)

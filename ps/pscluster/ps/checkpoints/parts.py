@@ -80,7 +80,7 @@ class Parts:
                 continue
             for index, shard in held.shards.items():
                 with shard.lock:
-                    capture = shard.capture()
+                    capture = shard.capture(store.spill)
                     marked.append(_MarkedShard(held, index, shard, capture, shard.updates, dict(shard.steps)))
         with self._lock:
             same = self._marked.pop(number, ())  # by a copy of the request, at the same time

@@ -2,7 +2,7 @@
 
 Copy-on-write, as `Snapshot` is for what clients read: an update first saves, under the shard's lock, the blocks which
 it is about to change and which have not been read yet. Saved blocks are given out first, so that their memory is free
-again soon. Nobody waits for the disk.
+again soon. Few of them are in memory, the others in a file (`spill`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.frames import CHUNK_BYTES, view
+from pscluster.ps.spill import SavedBlock, Spill
 
 Array = npt.NDArray[Any]
 
@@ -30,18 +31,14 @@ class CapturedBlock(NamedTuple):
 class Capture:
     """The arrays of a shard, by name, as they were when this was made. Made, and told of changes, under its lock."""
 
-    def __init__(self, arrays: Mapping[str, Array], lock: threading.Lock) -> None:
+    def __init__(self, arrays: Mapping[str, Array], lock: threading.Lock, spill: Spill) -> None:
         self.arrays = dict(arrays)
         self._lock = lock
+        self._spill = spill
         self._views = {name: view(array) for name, array in arrays.items()}
         self._rows = {name: _row_bytes(array) for name, array in arrays.items()}
         self._left = {name: set(range(-(-len(data) // CHUNK_BYTES))) for name, data in self._views.items()}
-        self._saved: dict[tuple[str, int], bytes] = {}
-        self._settled: set[str] = set()
-
-    def settle(self, name: str) -> None:
-        """One of the arrays will not change any more. Under the lock."""
-        self._settled.add(name)
+        self._saved: dict[tuple[str, int], SavedBlock] = {}
 
     def save(self, rows: npt.NDArray[np.int64] | None, per_row: int = 1) -> None:
         """Keep the old bytes of these rows (None: all) as far as they are still to be read. Under the lock.
@@ -52,28 +49,29 @@ class Capture:
         """
         if rows is not None and not len(rows):
             return
-        for name, left in self._changing():
+        for name, left in self._left.items():
             wanted = (
                 set(left) if rows is None else left & blocks_of_rows(rows, self._rows[name] // per_row, CHUNK_BYTES)
             )
             self._keep(name, wanted)
 
-    def _changing(self) -> Iterator[tuple[str, set[int]]]:
-        return ((name, left) for name, left in self._left.items() if name not in self._settled)
-
     def _keep(self, name: str, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self._saved[name, block] = self._copy(name, block)
+            self._saved[name, block] = self._spill.save(self._block(name, block))
             self._left[name].discard(block)
 
     def save_span(self, start: int, stop: int, size: int) -> None:
         """Keep the old bytes of these elements of each array that has so many, and of all others. Under the lock."""
-        for name, left in self._changing():
+        for name, left in self._left.items():
             array = self.arrays[name]
             wanted = set(left)
             if array.size == size:
                 wanted &= set(range(start * array.itemsize // CHUNK_BYTES, -(-stop * array.itemsize // CHUNK_BYTES)))
             self._keep(name, wanted)
+
+    def drop(self) -> None:
+        """Nothing more is read, and no update tells of itself any more."""
+        self._saved.clear()
 
     def in_order(self, array: str) -> Iterator[bytes]:
         """The bytes of one of the arrays, once, from its beginning."""
@@ -95,15 +93,17 @@ class Capture:
         """A block as it was, which is not to be kept any longer."""
         with self._lock:
             saved = self._saved.pop((name, block), None)
-        if saved is not None:
-            return saved
-        copy = self._copy(name, block)
-        with self._lock:
-            self._left[name].discard(block)
-            return self._saved.pop((name, block), copy)  # an update came between: what it saved counts
+        if saved is None:
+            copy = bytes(self._block(name, block))
+            with self._lock:
+                self._left[name].discard(block)
+                saved = self._saved.pop((name, block), None)
+            if saved is None:
+                return copy
+        return saved.read()  # an update came between: what it saved counts
 
-    def _copy(self, name: str, block: int) -> bytes:
-        return bytes(self._views[name][block * CHUNK_BYTES : (block + 1) * CHUNK_BYTES])
+    def _block(self, name: str, block: int) -> memoryview:
+        return self._views[name][block * CHUNK_BYTES : (block + 1) * CHUNK_BYTES]
 
 
 def blocks_of_rows(rows: npt.NDArray[np.int64], row_bytes: int, block_bytes: int) -> set[int]:

@@ -29,6 +29,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.frames import CHUNK_BYTES, view
 from pscluster.core.limits import MAX_RANK
 from pscluster.ps.durable.capture import Capture
+from pscluster.ps.durable.disk import write_all
 from pscluster.v1 import state_pb2
 
 Array = npt.NDArray[Any]
@@ -279,16 +280,3 @@ class DataFile:
             entry.crc32[block.offset // CHUNK_BYTES] = zlib.crc32(block.data)
             write_all(self._number, [block.data], entry.offset + block.offset)
         return list(saved.values())
-
-
-def write_all(number: int, buffers: list[bytes | memoryview], offset: int) -> int:
-    """Write them one behind the other from `offset` on; where they end."""
-    left = [memoryview(buffer) for buffer in buffers if len(buffer)]
-    while left:
-        done = os.pwritev(number, left[:1000], offset)
-        offset += done
-        while left and done >= len(left[0]):
-            done -= len(left.pop(0))
-        if done:
-            left[0] = left[0][done:]
-    return offset

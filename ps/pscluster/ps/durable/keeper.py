@@ -36,6 +36,7 @@ from pscluster.ps.durable.state import (
     settle_losses,
 )
 from pscluster.ps.payload import Payload
+from pscluster.ps.spill import Spill
 from pscluster.ps.store import HeldVariable, Placed, Store
 from pscluster.v1 import ps_pb2, state_pb2
 
@@ -140,6 +141,8 @@ class Keeper:
         self._closing = self._ended = False
         self.saves = Histogram()
         """Seconds of each generation that was saved."""
+        self.spill = Spill(None if options.kind is Durability.NONE else options.directory)
+        """Keeps what changes before it is written."""
         self.saved_bytes = self.failures = 0
         self._thread: threading.Thread | None = None
         if options.kind is Durability.NONE:

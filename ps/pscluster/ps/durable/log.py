@@ -27,7 +27,8 @@ import xxhash
 from pscluster.core.errors import ProtocolError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Buffer, parts_of, unpack
-from pscluster.ps.durable.files import DamagedError, StateDirectory, write_all
+from pscluster.ps.durable.disk import write_all
+from pscluster.ps.durable.files import DamagedError, StateDirectory
 from pscluster.ps.durable.plan import LogPlan
 from pscluster.v1 import state_pb2
 

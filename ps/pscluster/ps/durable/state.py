@@ -85,7 +85,7 @@ def captured(
         if before is not None and before.updates == saved.updates:
             saved.arrays.extend(before.arrays)
             return saved, None
-        return saved, shard.capture()
+        return saved, shard.capture(store.spill)
 
 
 def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]) -> Store:
