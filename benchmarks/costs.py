@@ -33,8 +33,10 @@ from pscluster.coordinator import (
     LocalCluster,
     ParameterServerStrategy,
     Variable,
+    optimizers,
 )
 from pscluster.coordinator.status import ask
+from pscluster.ps.spill import LIMIT_BYTES
 
 MIB = 1 << 20
 QUEUE_SECONDS = 240.0  # bounds the functions that hold the workers while the queue fills
@@ -111,21 +113,31 @@ def queue(n: int) -> dict[str, float]:
         return {"cpu": (time.process_time() - begin) / n, "bytes": bytes_each}
 
 
-def server_memory(mib: int, seconds: float, budget: int) -> dict[str, float]:
-    """Resident memory of a server whose variable is read and updated by two workers all the time."""
+def server_memory(update: str, mib: int, seconds: float, budget: int) -> dict[str, float]:
+    """Resident memory of a server whose variable is read and updated by two workers all the time.
+
+    Its state is written every few seconds, as by default.
+    """
     with cluster_of(1, 2, env={"PSCLUSTER_IN_FLIGHT_MIB": str(budget)}) as (cluster, strategy, coordinator):
         pid = cluster.pids["ps", 0]
         empty = memory(pid, "VmRSS")
         with strategy.scope():
             variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
+            adam = optimizers.Adam(1e-3)
         created = memory(pid, "VmRSS")
+        updates = {
+            "assign": variable.assign,
+            "assign_add": variable.assign_add,
+            "Adam": lambda values: adam.apply_gradients([(values, variable)]),
+        }
+        apply, copies = updates[update], 3 if update == "Adam" else 1
         delta = coordinator.create_per_worker_dataset(lambda: iter_ones((mib << 10, 256)))
 
         def load(iterator: Any, until: float) -> int:
             count, ones = 0, next(iterator)
             while time.monotonic() < until:
                 strategy.read([variable])
-                variable.assign_add(ones)
+                apply(ones)
                 count += 1
             return count
 
@@ -147,6 +159,8 @@ def server_memory(mib: int, seconds: float, budget: int) -> dict[str, float]:
         size = mib * MIB
         return {
             "constant": empty,
+            "copies": copies,
+            "kept": LIMIT_BYTES,
             "created": (created - empty) / size,
             "load": (highest[0] - empty) / size,
             "rounds": sum(coordinator.fetch(counts)),
