@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from tests.ps.durable.support import CHUNK, JOB, Client, declare, dense, small_blocks
 
+from pscluster.core.errors import UnavailableError
 from pscluster.ps.durable.files import StateDirectory
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper
 from pscluster.ps.durable.plan import Durability
+from pscluster.ps.shard import Shard
 from pscluster.ps.spill import SavedBlock, Spill
 from pscluster.ps.store import Store
 from pscluster.v1 import ps_pb2
@@ -116,6 +119,58 @@ def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     check(blocks, range(8))
 
 
+def test_where_there_is_no_folder_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container whose disk can't be written."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    spill = Spill(limit=CHUNK)
+    check(save(spill, range(4)), range(4))
+    assert caplog.text.count("stays in memory") == 1
+
+
+def test_a_disk_that_stays_full_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Though there is room now and then."""
+    spill = Spill(tmp_path, limit=CHUNK)
+    with files_of_at_most(2 * CHUNK):
+        blocks = save(spill, range(6))
+        for number in range(6, 16):
+            del blocks[1]
+            blocks += save(spill, range(number, number + 1))
+    assert caplog.text.count("stays in memory") == 1
+
+
+@pytest.mark.parametrize("how", ["other bytes", "too short"])
+def test_a_disk_that_loses_what_it_took(tmp_path: Path, how: str) -> None:
+    """No bytes are given, and who reads is told to try again."""
+    spill = Spill(tmp_path, limit=0)
+    shard = Shard(np.zeros(100, np.float32))
+    snapshot = shard.snapshot(0, 400, spill)
+    with shard.lock:
+        shard.before_change()
+        shard.array[...] = 1
+    (number,) = open_files(tmp_path)
+    if how == "too short":
+        os.truncate(number, CHUNK + 3)
+    else:
+        os.pwrite(number, b"x", CHUNK + 3)
+    with pytest.raises(UnavailableError, match=r"try again: old values (came back|can't be read back) from the disk"):
+        list(snapshot)
+    snapshot.close()
+    assert spill.spilled == 0
+
+
+def test_who_lets_go_waits_for_nobody(tmp_path: Path) -> None:
+    """The last reference may end anywhere, under whatever locks; whoever has the lock looks again."""
+    spill = Spill(tmp_path, limit=CHUNK)
+    blocks = save(spill, range(3))
+    with spill._lock:
+        blocks.clear()
+        assert spill.spilled == 2
+    spill._look()
+    assert (spill.in_memory, spill.spilled, open_files(tmp_path)) == (0, 0, [])
+
+
 def test_by_several_threads(tmp_path: Path) -> None:
     """Each finds its own bytes, whoever lets go of others meanwhile."""
     spill, wrong = Spill(tmp_path, limit=5 * CHUNK), []
@@ -136,7 +191,6 @@ def test_by_several_threads(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    spill.save(memoryview(b"")).read()  # whoever was not waited for is looked at now
     assert not wrong
     assert (spill.in_memory, spill.spilled) == (0, 0)
     assert len(open_files(tmp_path)) == 0

@@ -34,6 +34,7 @@ from pscluster.ps.checkpoints.tensor_files import TensorToWrite, WrittenFile, Wr
 from pscluster.ps.durable import capture
 from pscluster.ps.payload import Payload
 from pscluster.ps.rules import RULES, compute_dtype, new_slots
+from pscluster.ps.spill import Spill
 from pscluster.ps.store import Store, partition_of
 from pscluster.ps.variables import Variable, whole_index
 from pscluster.v1 import ps_pb2
@@ -352,6 +353,29 @@ class Servers:
                     arrays = {key: (array.dtype.name, array.tobytes()) for key, array in shard.arrays().items()}
                     found[f"{held.spec.name} {number}"] = arrays, dict(shard.steps), shard.updates, shard.version
         return found
+
+
+def test_nothing_of_a_checkpoint_whose_old_values_are_lost_is_kept(tmp_path: Path) -> None:
+    """It fails, and says why; the next one does not."""
+    servers = Servers(1)
+    servers.declare("v", np.zeros(9))
+    store = servers.stores[0]
+    store.spill = Spill(tmp_path, limit=0)
+    servers.mark()
+    shard = store.held()[0][0].shards[0]
+    with shard.lock:
+        shard.before_change()
+        shard.array[...] = 1
+    assert store.spill._file is not None
+    store.spill._file.truncate(3)
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="old values can't be read back from the disk"):
+                servers.parts[0].write(store, 1, str(tmp_path / "part"))
+        assert store.spill.spilled == 0
+    finally:
+        gc.enable()
 
 
 def test_nothing_of_a_checkpoint_that_failed_is_kept(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
-import numpy as np
 
 from pscluster.core.access import check_coordinator
 from pscluster.core.data_plane.context import DataContext
@@ -31,7 +30,8 @@ from pscluster.ps.checkpoints.roots import Roots
 from pscluster.ps.counts import ServiceCounts, StoreCounts
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Lineage
 from pscluster.ps.payload import Payload, Staging
-from pscluster.ps.shard import Snapshot
+from pscluster.ps.shard import Array, Snapshot
+from pscluster.ps.spares import Spares
 from pscluster.ps.store import Placed, Store
 from pscluster.ps.wire import COPY, SESSION_BYTES
 from pscluster.v1 import node_pb2, ps_pb2
@@ -234,6 +234,8 @@ class ParameterServerService:
         self._patience = patience or Patience(STILL_SECONDS)
         self._counts = role.counts
         self.budget = Budget(in_flight_bytes)
+        self.spares = Spares()
+        self._mixed = False  # have large updates of different kinds come?
         # It may be started again: whoever is refused tries again.
         self.drain = Drain(lambda: UnavailableError(f"ps {role.store.index} is stopping"))
 
@@ -387,6 +389,7 @@ class ParameterServerService:
         assembler.add(first, payload)
         del data, payload
         with self.budget.taken(first.total_bytes, context):
+            self._make_room()
             with self._patience.with_call(context) as goes_on:
                 for data in frames:
                     request, payload = unpack(data, ps_pb2.Request)
@@ -403,16 +406,25 @@ class ParameterServerService:
             self._create(store, first.create, Payload(assembler.chunks), reply)
             return "", 0, pack(reply)
 
+    def _make_room(self) -> None:
+        """For an update that is kept as it comes."""
+        room = self.budget.limit - self.budget.used
+        if self.spares.nbytes > room:
+            self.spares.shrink(room)
+            self._mixed = True
+
     def _may_stage(self, total_bytes: int, placed: list[Placed]) -> bool:
         """May the values of an update come straight into arrays that take the place of those that there are?
 
         Not with a log: what is written there would be an array that later updates change. Nor where a shard is named
         twice: all of the arrays are made before anything comes, and are to be no more than what the server holds. Nor
-        very large ones: what is let go in one piece is seldom found in one piece again.
+        large ones, unless they go alone and others do not come in between: see `spares`.
         """
+        limit = self.budget.limit
+        if total_bytes > limit // 4 and (total_bytes <= limit or self._mixed):
+            return False
         distinct = len({id(part.shard) for part in placed}) == len(placed) > 0
-        few = total_bytes <= self.budget.limit // 4
-        return few and distinct and not self._role.keeper.logs and all(part.takes_place for part in placed)
+        return distinct and not self._role.keeper.logs and all(part.takes_place for part in placed)
 
     def _take_staged(
         self,
@@ -425,9 +437,12 @@ class ParameterServerService:
     ) -> bytes:
         """An update whose values take the place of those that there are: the answer."""
         with self.budget.taken(first.total_bytes, context):
-            reply = ps_pb2.Reply(id=first.id, last=True)
+            reply, left = ps_pb2.Reply(id=first.id, last=True), list[Array]()
             # By a function of its own, of which nothing is left when others get the memory.
-            reply.update.CopyFrom(self._update_staged(store, first, payload, placed, frames, context))
+            reply.update.CopyFrom(self._update_staged(store, first, payload, placed, frames, context, left))
+            self.spares.keep(left)
+            others = self.budget.used - first.total_bytes
+            self.spares.shrink(self.budget.limit - others if others else max(self.budget.limit, first.total_bytes))
             return pack(reply)
 
     def _update_staged(
@@ -438,8 +453,13 @@ class ParameterServerService:
         placed: list[Placed],
         frames: Iterator[bytes],
         context: grpc.ServicerContext,
+        left: list[Array],
     ) -> ps_pb2.UpdateReply:
-        staging = Staging({part.values_at: np.empty(part.shard.array.shape, part.shard.array.dtype) for part in placed})
+        """The same; adds the arrays that are of no use any more to those that are left."""
+        there = [part.shard.array for part in placed]
+        arrays = [self.spares.take(array.shape, array.dtype) for array in there]
+        self.spares.shrink(self.budget.limit - self.budget.used)
+        staging = Staging({part.values_at: array for part, array in zip(placed, arrays, strict=True)})
         landing = staging.landing
         landing.put(first, payload)
         if isinstance(context, DataContext):
@@ -456,7 +476,10 @@ class ParameterServerService:
             context.place = None
         if not landing.complete:
             raise ProtocolError(_CUT_OFF)
-        return self._update(store, first, placed, staging.payload())
+        reply = self._update(store, first, placed, staging.payload())
+        for part, old, new in zip(placed, there, arrays, strict=True):
+            left.append(new if part.shard.array is old else old)
+        return reply
 
     def _update(
         self, store: Store, request: ps_pb2.Request, placed: list[Placed], payload: Payload

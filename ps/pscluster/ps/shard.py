@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.errors import UnavailableError
 from pscluster.core.frames import CHUNK_BYTES, view
 from pscluster.ps.durable.capture import Capture, blocks_of_rows
 from pscluster.ps.rules import compute_dtype
@@ -225,9 +226,14 @@ class Snapshot:
                     self._position = end
                 again = saved is not None
             if saved is not None:
-                yield memoryview(saved.read())[start - base : end - base], again
+                try:
+                    old = saved.read()
+                except OSError as error:
+                    raise UnavailableError(f"try again: {error.strerror}") from None
+                yield memoryview(old)[start - base : end - base], again
 
     def close(self) -> None:
         """No more will be read."""
         self._shard.forget(self)
         self._saved.clear()
+        self._bytes = memoryview(b"")

@@ -248,7 +248,10 @@ def _told(copies: Future[Any]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # it is kept for long, and with it all that they know
+        reason: BaseException | None = error
+        while reason is not None:  # it is kept for long, and with it all that they know
+            traceback.clear_frames(reason.__traceback__)
+            reason = reason.__cause__ or reason.__context__
         if not copies.done():
             copies.set_exception(error)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 
@@ -28,6 +29,6 @@ def read_all(number: int, size: int, offset: int) -> bytes:
     while missing := size - sum(map(len, pieces)):
         piece = os.pread(number, missing, offset + size - missing)
         if not piece:
-            raise OSError(f"{missing} bytes are missing at {offset + size - missing}")
+            raise OSError(errno.EIO, f"{missing} bytes are missing at {offset + size - missing}")
         pieces.append(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

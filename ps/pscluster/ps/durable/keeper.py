@@ -2,7 +2,8 @@
 
 The service tells it of a job that began or ended, asks it to make creations durable before they are acknowledged, and
 lets updates pass through it. All decisions are `plan`'s. Nothing that serves ever waits for a generation but who made a
-variable; with a log, an update waits for its record.
+variable, and updates beyond the first 64 MiB that change what is still to be written, for their old bytes to go to the
+disk (`spill`); with a log, an update waits for its record.
 
 What may be lost where the process dies, between any two lines: a generation that has no manifest yet, which nobody was
 told of; updates that were not acknowledged; and what the user's choice says. A disk that is full or broken is logged
