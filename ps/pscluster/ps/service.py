@@ -117,6 +117,7 @@ class ParameterServerRole(Role):
         if request.lineage and request.lineage == self._origin.lineage:
             reach("ps.epoch.before")
             self.store.take_over(request.job)
+            self.parts.forget()  # checkpoints of a coordinator that is gone
             reach("ps.epoch.after")
             self._origin = replace(self._origin, epoch=request.epoch)
             self.keeper.go_on(self._origin)

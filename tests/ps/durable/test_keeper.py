@@ -426,6 +426,26 @@ def test_another_choice_at_the_next_start(tmp_path: Path, lives: tuple[Durabilit
     assert values_of(found_in(folder), 1).tolist() == [expected] * 3
 
 
+def test_what_a_coordinator_marked_goes_with_it() -> None:
+    """The next one goes on with the values; nothing of a checkpoint that was begun is kept for it."""
+    role = ParameterServerRole(0, Keeper(DurabilityOptions()))
+    role.job_began(node_pb2.AttachRequest(job=JOB, lineage=5, epoch=1))
+    role.attached(node_pb2.AttachRequest(job=JOB))
+    declare(role.store, 1, np.zeros(3))
+    role.parts.mark(role.store, 1)
+    client = Client(role.keeper, role.store)
+    client.update(dense(ps_pb2.ADD, np.ones(3)))
+    assert role.keeper.spill.in_memory == 24
+    role.job_began(node_pb2.AttachRequest(job=JOB + 1, lineage=5, epoch=2))
+    assert role.keeper.spill.in_memory == 0
+    assert values_of(role.store, 1).tolist() == [1, 1, 1]
+    with pytest.raises(StaleError, match="not marked"):
+        role.parts.write(role.store, 1, "nowhere")
+    shard = role.store.held()[0][0].shards[0]
+    with shard.lock:
+        assert shard.replace(np.zeros(3)), "nothing is written"
+
+
 def test_a_restored_server_waits_for_its_coordinator(tmp_path: Path) -> None:
     """Nobody is served before it is told who was given up meanwhile; then those are refused."""
     with begun(tmp_path / "s") as (keeper, held):
