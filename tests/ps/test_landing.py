@@ -104,7 +104,10 @@ def test_whole_values(variable: Variable) -> None:
 
 
 def test_no_read_is_of_two_values(variable: Variable) -> None:
-    """Whole values come from two threads, and others add to them, while two read."""
+    """Whole values come from two threads, and another adds to them, while all, rows and parts of rows are read.
+
+    The arrays that are left are used again, never while somebody has them.
+    """
     over = threading.Event()
     failures: list[BaseException] = []
 
@@ -128,8 +131,9 @@ def test_no_read_is_of_two_values(variable: Variable) -> None:
         thread.start()
     try:
         for _ in range(60):
-            for shard in variable.numpy():
-                assert shard.min() == shard.max()
+            rows, box = variable.gather([1, 0, 1]), variable[:, SIZE // 2 : SIZE // 2 + 5000]
+            for read in (*variable.numpy(), *rows, *box):
+                assert read.min() == read.max()
     finally:
         over.set()
         for thread in threads:
