@@ -124,7 +124,6 @@ def server_memory(update: str, mib: int, seconds: float, budget: int) -> dict[st
         with strategy.scope():
             variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
             adam = optimizers.Adam(1e-3)
-        created = memory(pid, "VmRSS")
         updates = {
             "assign": variable.assign,
             "assign_add": variable.assign_add,
@@ -133,15 +132,13 @@ def server_memory(update: str, mib: int, seconds: float, budget: int) -> dict[st
         apply, copies = updates[update], 3 if update == "Adam" else 1
         delta = coordinator.create_per_worker_dataset(lambda: iter_ones((mib << 10, 256)))
 
-        def load(iterator: Any, until: float) -> int:
-            count, ones = 0, next(iterator)
+        def load(iterator: Any, until: float) -> None:
+            ones = next(iterator)
             while time.monotonic() < until:
                 strategy.read([variable])
                 apply(ones)
-                count += 1
-            return count
 
-        highest, stop = [created], threading.Event()
+        highest, stop = [empty], threading.Event()
 
         def watch() -> None:
             while not stop.wait(0.005):
@@ -151,7 +148,8 @@ def server_memory(update: str, mib: int, seconds: float, budget: int) -> dict[st
         watcher.start()
         try:
             iterator, until = iter(delta), time.monotonic() + seconds
-            counts = [coordinator.schedule(load, args=(iterator, until)) for _ in range(2)]
+            for _ in range(2):
+                coordinator.schedule(load, args=(iterator, until))
             coordinator.join()
         finally:
             stop.set()
@@ -161,9 +159,7 @@ def server_memory(update: str, mib: int, seconds: float, budget: int) -> dict[st
             "constant": empty,
             "copies": copies,
             "kept": LIMIT_BYTES,
-            "created": (created - empty) / size,
             "load": (highest[0] - empty) / size,
-            "rounds": sum(coordinator.fetch(counts)),
         }
 
 

@@ -47,6 +47,11 @@ class Budget:
         self._queue: deque[object] = deque()
         self.used = 0
 
+    @property
+    def left(self) -> int:
+        """Bytes that nobody has; less than none where a large request goes alone."""
+        return self.limit - self.used
+
     @contextmanager
     def taken(self, size: int, call: Call) -> Iterator[None]:
         """Take so many bytes for the block; waits for them while the call goes on.

@@ -385,7 +385,12 @@ class ParameterServerService:
         else:
             raise ProtocolError("a Push is an update or a creation")
         if self._may_stage(first.total_bytes, placed):
-            return "push", first.total_bytes, self._take_staged(store, first, payload, placed, frames, context)
+            with self.budget.taken(first.total_bytes, context):
+                # By a function of its own, of which nothing is left when others get the memory.
+                update, left = self._take_staged(store, first, payload, placed, frames, context)
+                self.spares.keep(left)
+                self.spares.shrink(first.total_bytes + max(self.budget.left, 0))
+                return "push", first.total_bytes, pack(ps_pb2.Reply(id=first.id, last=True, update=update))
         assembler = Assembler(_MAX_PUSH_BYTES)
         assembler.add(first, payload)
         del data, payload
@@ -409,9 +414,8 @@ class ParameterServerService:
 
     def _make_room(self) -> None:
         """For an update that is kept as it comes."""
-        room = self.budget.limit - self.budget.used
-        if self.spares.nbytes > room:
-            self.spares.shrink(room)
+        if self.spares.nbytes > self.budget.left:
+            self.spares.shrink(self.budget.left)
             self._mixed = True
 
     def _may_stage(self, total_bytes: int, placed: list[Placed]) -> bool:
@@ -435,31 +439,11 @@ class ParameterServerService:
         placed: list[Placed],
         frames: Iterator[bytes],
         context: grpc.ServicerContext,
-    ) -> bytes:
-        """An update whose values take the place of those that there are: the answer."""
-        with self.budget.taken(first.total_bytes, context):
-            reply, left = ps_pb2.Reply(id=first.id, last=True), list[Array]()
-            # By a function of its own, of which nothing is left when others get the memory.
-            reply.update.CopyFrom(self._update_staged(store, first, payload, placed, frames, context, left))
-            self.spares.keep(left)
-            others = self.budget.used - first.total_bytes
-            self.spares.shrink(self.budget.limit - others if others else max(self.budget.limit, first.total_bytes))
-            return pack(reply)
-
-    def _update_staged(
-        self,
-        store: Store,
-        first: ps_pb2.Request,
-        payload: memoryview,
-        placed: list[Placed],
-        frames: Iterator[bytes],
-        context: grpc.ServicerContext,
-        left: list[Array],
-    ) -> ps_pb2.UpdateReply:
-        """The same; adds the arrays that are of no use any more to those that are left."""
+    ) -> tuple[ps_pb2.UpdateReply, list[Array]]:
+        """An update whose values may take the place of those that there are; and the arrays of no use any more."""
         there = [part.shard.array for part in placed]
         arrays = [self.spares.take(array.shape, array.dtype) for array in there]
-        self.spares.shrink(self.budget.limit - self.budget.used)
+        self.spares.shrink(self.budget.left)
         staging = Staging({part.values_at: array for part, array in zip(placed, arrays, strict=True)})
         landing = staging.landing
         landing.put(first, payload)
@@ -473,14 +457,11 @@ class ParameterServerService:
                 if landing.missing < before:
                     goes_on()
                 before = landing.missing
-        if isinstance(context, DataContext):
-            context.place = None
         if not landing.complete:
             raise ProtocolError(_CUT_OFF)
         reply = self._update(store, first, placed, staging.payload())
-        for part, old, new in zip(placed, there, arrays, strict=True):
-            left.append(new if part.shard.array is old else old)
-        return reply
+        of_each = zip(placed, there, arrays, strict=True)
+        return reply, [new if part.shard.array is old else old for part, old, new in of_each]
 
     def _update(
         self, store: Store, request: ps_pb2.Request, placed: list[Placed], payload: Payload

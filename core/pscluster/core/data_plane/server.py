@@ -307,7 +307,7 @@ class _Requests:
             self.broken = True
             raise CallBrokenError(str(error)) from None
         if kind is Kind.END:
-            self._ended = True
+            self._ended, self._context.place = True, None
             raise StopIteration
         if kind is not Kind.MESSAGE:
             self.broken = True
