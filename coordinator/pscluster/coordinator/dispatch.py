@@ -438,12 +438,17 @@ class Dispatcher:
     def _hand_over(self, index: int) -> bool:
         """Under the lock: send a worker what it may have, if its writer waits and there is nothing to prepare.
 
+        False if the writer is to look. Not where a worker that has something gets nothing now: the writer would find
+        the same, and there will be a next outcome.
+
         Ctrl-C before the worker is said to have it: it is given again, and what it does counts once.
         """
         link, connection = self._links[index], self._links[index].connection
         if not link.hungry or link.leaving or self._pauses or not set(self._resources) <= link.built:
             return False
         tasks = self._scheduler.offer(index)
+        if not tasks and self._scheduler.workers[index].sent:
+            return True
         if connection is None or not 0 < len(tasks) <= AT_ONCE or not all(self._is_ready(link, task) for task in tasks):
             return False
         full = self._scheduler.waiting >= self._max_queued

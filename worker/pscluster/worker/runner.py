@@ -58,7 +58,12 @@ class Runner:
         self._counts = counts or WorkerCounts(Recording())
         self._job = job
         self._turn = turn  # shared by all streams of the worker: one function at a time
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        # One for each that waits: a thread that wakes in vain takes the interpreter from the function.
+        self._to_run = threading.Condition(self._lock)
+        self._to_read = threading.Condition(self._lock)
+        self._to_send = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)  # for those who wait for the end of something
         # With their positions, and when they came.
         self._waiting: deque[tuple[int, worker_pb2.Step, float]] = deque()
         self._read = 0  # position of the last step that was read
@@ -107,8 +112,8 @@ class Runner:
 
     def _wait_next(self) -> bool:
         """Until there may be something to run. False if there will be nothing more."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._waiting or self._ended or not self._reading)
+        with self._lock:
+            self._to_run.wait_for(lambda: self._waiting or self._ended or not self._reading)
             if self._ended or self._waiting or self._read_all:
                 return bool(self._waiting) and not self._ended
         return self._read_one()
@@ -123,8 +128,8 @@ class Runner:
     def _read_ahead(self) -> None:
         """A message, whenever one is wanted."""
         while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._reading or self._ended)
+            with self._lock:
+                self._to_read.wait_for(lambda: self._reading or self._ended)
                 if self._ended:
                     return
             more = False
@@ -135,9 +140,9 @@ class Runner:
             except Exception:
                 logger.exception("the stream of steps can't be read; its functions go to other workers")
             if not more:
-                with self._condition:
+                with self._lock:
                     self._reading, self._read_all = False, True
-                    self._condition.notify_all()
+                    self._to_run.notify_all()
                 return
 
     def _want_next(self) -> None:
@@ -148,11 +153,11 @@ class Runner:
         if self._reader is None:
             self._reader = threading.Thread(target=self._read_ahead, name="functions-ahead", daemon=True)
             self._reader.start()
-        self._condition.notify_all()
+        self._to_read.notify_all()
 
     def _accept(self, request: worker_pb2.StepsRequest) -> None:
         now = time.monotonic()
-        with self._condition:
+        with self._lock:
             for position, step in enumerate(request.steps, request.position):
                 self._read = position
                 if position in self._recalled:
@@ -165,10 +170,10 @@ class Runner:
                     if step.parts and self._job.reads_ahead:
                         self._job.expect_parts(step)
             self._reading = False  # at once with what came: whoever runs that may want the next message already
-            self._condition.notify_all()
+            self._to_run.notify_all()
 
     def _next(self) -> tuple[int, worker_pb2.Step, float] | None:
-        with self._condition:
+        with self._lock:
             if not self._waiting or self._ended:
                 return None
             position, step, received = self._waiting.popleft()
@@ -183,14 +188,16 @@ class Runner:
         self._job.drop_parts(function)
         self._counts.returned += 1
         self._outbox.append(Outcome(function=function, kind=Outcome.RETURNED))
-        self._condition.notify_all()
+        self._to_send.notify_all()
 
     def _settle(self, outcome: Outcome) -> None:
-        with self._condition:
+        with self._lock:
             self._running = None
             self._seconds = outcome.seconds
             self._outbox.append(outcome)
-            self._condition.notify_all()
+            self._to_send.notify_all()
+            if self._ended:  # nobody sends it
+                self._changed.notify_all()
 
     def _run_one(self, position: int, step: worker_pb2.Step, received: float) -> Outcome:
         context, counts, seconds = self._running, self._counts, 0.0
@@ -279,13 +286,13 @@ class Runner:
     def outcomes(self) -> Iterator[worker_pb2.StepsReply]:
         """Outcomes as they are ready, several a message where several are; ends with the stream."""
         while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._outbox or self._ended)
+            with self._lock:
+                self._to_send.wait_for(lambda: self._outbox or self._ended)
                 batch, size = [], 0
                 while self._outbox and size < _REPLY_BYTES:
                     size += self._outbox[0].ByteSize()
                     batch.append(self._outbox.popleft())
-                self._condition.notify_all()
+                self._changed.notify_all()
             if not batch:
                 return
             reach("worker.result.before")
@@ -296,7 +303,7 @@ class Runner:
 
     def recall(self, functions: list[int], positions: list[int], cancel_running: bool) -> None:
         """Give back what has not started; with `cancel_running`, ask what runs to stop."""
-        with self._condition:
+        with self._lock:
             waiting = {position for position, *_ in self._waiting}
             for function, position in zip(functions, positions, strict=True):
                 if position in waiting:
@@ -315,35 +322,35 @@ class Runner:
         The stream stays until the coordinator, which was told, has ended its side: there may be functions in it
         that nobody has read, and to end it while a message is written to it would break it off.
         """
-        with self._condition:
+        with self._lock:
             self._leaving = True
             for position, step, _ in self._waiting:
                 self._give_back(position, step.function)
             self._waiting.clear()
-            self._condition.notify_all()
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until nothing runs and all outcomes are on their way, or nobody wants them. False if it takes longer."""
-        with self._condition:
-            return self._condition.wait_for(
+        with self._lock:
+            return self._changed.wait_for(
                 lambda: self._running is None and (self._ended or not self._outbox), timeout
             )
 
     def wait_ended(self, timeout: float) -> bool:
         """Wait until no more functions can come. False if that takes longer."""
-        with self._condition:
-            return self._condition.wait_for(lambda: self._ended, timeout)
+        with self._lock:
+            return self._changed.wait_for(lambda: self._ended, timeout)
 
     def end(self) -> None:
         """The stream is over: what runs is asked to stop, the rest is forgotten."""
-        with self._condition:
+        with self._lock:
             self._ended = True
             for _, step, _ in self._waiting:
                 self._job.drop_parts(step.function)
             self._waiting.clear()
             if self._running is not None:
                 self._running.cancel()
-            self._condition.notify_all()
+            for each in (self._to_run, self._to_read, self._to_send, self._changed):
+                each.notify_all()
 
 
 def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], parts: Sequence[Part]) -> Any:
