@@ -91,7 +91,7 @@ def test_promises_of_size(shape: Shape, dtype: DType, limit: int, most: int, axi
     def sizes(partitioner: Partitioner) -> list[int]:
         partition = Partition.even(shape, partitioner(shape, dtype, axis=axis))
         assert partition.num_shards <= max(1, shape[axis])
-        return [block.size * element_bytes(dtype) for block in partition.blocks()]
+        return [block.size * element_bytes(dtype) for block in partition.blocks]
 
     strict = sizes(MinSizePartitioner(limit, most, strict=True))
     assert len(strict) <= len(sizes(MinSizePartitioner(limit, most)))

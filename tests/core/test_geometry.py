@@ -56,7 +56,7 @@ def all_ends(length: int, most: int) -> list[tuple[int, ...]]:
 
 def cut(whole: Array, partition: Partition) -> list[Array]:
     """The shards, as a server would hold them: copies that know nothing of the whole."""
-    return [whole[block.slices].copy() for block in partition.blocks()]
+    return [whole[block.slices].copy() for block in partition.blocks]
 
 
 def gather(selection: Selection, shards: list[Array]) -> Array:
@@ -130,7 +130,7 @@ def test_every_small_split_tiles_the_array(rank: int) -> None:
     for shape in (shape for shape in SMALL_SHAPES if len(shape) == rank):
         whole = numbered(shape)
         for partition in even_partitions(shape):
-            blocks = partition.blocks()
+            blocks = partition.blocks
             assert len(blocks) == partition.num_shards == math.prod(partition.grid)
             seen = np.full(shape, -1)
             for number, block in enumerate(blocks):
@@ -153,7 +153,7 @@ def test_shard_of_and_block_agree_with_blocks(rank: int) -> None:
     for shape in (shape for shape in SMALL_SHAPES if len(shape) == rank):
         candidates = list(even_partitions(shape))
         for partition in chance.sample(candidates, min(len(candidates), 8)):
-            blocks = partition.blocks()
+            blocks = partition.blocks
             assert blocks == tuple(map(partition.block, range(partition.num_shards)))
             for index in np.ndindex(*shape):
                 block = blocks[partition.shard_of(index)]
@@ -165,10 +165,10 @@ def test_shard_of_and_block_agree_with_blocks(rank: int) -> None:
 def test_uneven_splits_tile_the_array(partition: Partition) -> None:
     """Blocks of any cuts hold every element once."""
     seen = np.zeros(partition.shape, dtype=np.int64)
-    for block in partition.blocks():
+    for block in partition.blocks:
         seen[block.slices] += 1
     assert np.all(seen == 1)
-    assert sum(block.size for block in partition.blocks()) == seen.size
+    assert sum(block.size for block in partition.blocks) == seen.size
 
 
 def test_rank_0_is_one_block() -> None:
@@ -176,7 +176,7 @@ def test_rank_0_is_one_block() -> None:
     partition = Partition.whole(())
     assert partition.grid == ()
     assert partition.num_shards == 1
-    assert partition.blocks() == (Block((), ()),)
+    assert partition.blocks == (Block((), ()),)
     assert partition.block(0).size == 1
     assert partition.shard_of(()) == 0
 
@@ -310,7 +310,7 @@ def assert_rows_come_back(partition: Partition, ids: Array) -> None:
     gradient = np.arange(ids.size, dtype=np.int64)
     added = np.zeros(partition.shape[0], dtype=np.int64)
     np.add.at(added, ids.reshape(-1), gradient)
-    for block, (positions, local_ids) in zip(partition.blocks(), parts, strict=True):
+    for block, (positions, local_ids) in zip(partition.blocks, parts, strict=True):
         local = np.zeros(block.shape[0], dtype=np.int64)
         np.add.at(local, local_ids, gradient[positions])
         assert np.array_equal(local, added[block.slices[0]])
@@ -425,7 +425,7 @@ def assert_moves_carry_everything(old: Partition, new: Partition) -> None:
     """Moving as told makes the new shards from the old ones, each element once and none in vain."""
     whole = numbered(old.shape)
     source = cut(whole, old)
-    target = [np.full(block.shape, -1, dtype=np.int64) for block in new.blocks()]
+    target = [np.full(block.shape, -1, dtype=np.int64) for block in new.blocks]
     pairs = set()
     for move in moves(old, new):
         old_block, new_block = old.block(move.old_shard), new.block(move.new_shard)
@@ -435,7 +435,7 @@ def assert_moves_carry_everything(old: Partition, new: Partition) -> None:
         shard[into] = source[move.old_shard][move.block.relative_to(old_block).slices]
         assert (move.old_shard, move.new_shard) not in pairs
         pairs.add((move.old_shard, move.new_shard))
-    for block, values in zip(new.blocks(), target, strict=True):
+    for block, values in zip(new.blocks, target, strict=True):
         assert np.array_equal(values, whole[block.slices])
 
 

@@ -241,7 +241,7 @@ class Servers:
             spec.splits.add(ends=cut)
         partition = Partition(values.shape, tuple(map(tuple, cuts)))
         spec.owners.extend((first + shard) % len(self.stores) for shard in range(partition.num_shards))
-        blocks = [np.ascontiguousarray(values[whole_index(block)]) for block in partition.blocks()]
+        blocks = [np.ascontiguousarray(values[whole_index(block)]) for block in partition.blocks]
         for store in self.stores:
             mine = [block for block, owner in zip(blocks, spec.owners, strict=True) if owner == store.index]
             store.create(ps_pb2.CreateRequest(job=7, variable=spec), payload(mine))
@@ -460,7 +460,7 @@ def test_any_cut_on_any_servers(
 
 def blocks_of(servers: Servers) -> list[int]:
     """Sizes of the shards of w."""
-    return [block.size for block in partition_of(servers.specs["w"]).blocks()]
+    return [block.size for block in partition_of(servers.specs["w"]).blocks]
 
 
 Saved = tuple[Servers, Path, Callable[[], Servers]]

@@ -116,7 +116,7 @@ class Placer:
                 then entered. What the policy itself raises passes, likewise.
         """
         loads, owners = self._loads, []
-        blocks = partition.blocks()
+        blocks = partition.blocks
         for number, (block, nbytes) in enumerate(zip(blocks, self._sizes(blocks, dtype), strict=True)):
             shard = ShardToPlace(variable, number, len(blocks), block, np.dtype(dtype), nbytes, self._placed + number)
             owner = self._check(shard, self._policy(shard, loads))
@@ -144,7 +144,7 @@ class Placer:
                 f"{list(owners)} are not the places of {partition.num_shards} shards "
                 f"on {len(self._loads)} parameter servers"
             )
-        for owner, nbytes in zip(owners, self._sizes(partition.blocks(), dtype), strict=True):
+        for owner, nbytes in zip(owners, self._sizes(partition.blocks, dtype), strict=True):
             self._loads = _enter(self._loads, owner, sign, sign * nbytes)
 
     def _sizes(self, blocks: Sequence[Block], dtype: np.dtype[Any]) -> list[int]:

@@ -646,7 +646,7 @@ class _Initial:
     def shards(self, partition: Partition) -> list[Array] | None:
         if self.value is None:
             return None
-        return [np.ascontiguousarray(self.value[whole_index(block)]) for block in partition.blocks()]
+        return [np.ascontiguousarray(self.value[whole_index(block)]) for block in partition.blocks]
 
 
 def _initial(request: VariableRequest, name: str, trusted: Trust) -> _Initial:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Self
 
 from pscluster.core.errors import PsClusterError
 
@@ -18,18 +18,18 @@ class Drain:
         self._under_way = 0
         self._closed = False
 
-    @contextmanager
-    def passing(self) -> Iterator[None]:
+    def __enter__(self) -> Self:
         """Count the block as under way. Raises the refusal once closed."""
         with self._condition:
             if self._closed:
                 raise self._refusal()
             self._under_way += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._under_way -= 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._condition:
+            self._under_way -= 1
+            if self._closed:
                 self._condition.notify_all()
 
     def close(self, timeout: float) -> bool:

@@ -112,10 +112,11 @@ def unpack(data: bytes, message_class: type[M], limit: int = MAX_HEADER_BYTES) -
             start = at
             if start > limit:  # no payload yet: what follows need not be walked, field by field, to know that
                 raise ProtocolError(f"a frame with {start:,} bytes or more beside its payload, the limit is {limit:,}")
-            tag, at = _read_varint(data, at)
+            # Most numbers are of one byte, and a call takes longer than to read it.
+            tag, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
             wire_type = tag & 7
             if wire_type == 2:
-                length, at = _read_varint(data, at)
+                length, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
                 if length > end - at:
                     raise ProtocolError(f"a frame that declares {length} bytes where {end - at} came")
                 if tag == _PAYLOAD_TAG:
@@ -126,7 +127,7 @@ def unpack(data: bytes, message_class: type[M], limit: int = MAX_HEADER_BYTES) -
                     return message_class.FromString(data[:start]), memoryview(data)[at:]
                 at += length
             elif wire_type == 0:
-                _, at = _read_varint(data, at)
+                at = at + 1 if data[at] < 0x80 else _read_varint(data, at)[1]
             elif wire_type in (1, 5):
                 at += 8 if wire_type == 1 else 4
             else:

@@ -13,6 +13,7 @@ This module does not know servers, variables, dtypes or bytes. It keeps no array
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -125,7 +126,7 @@ class Block:
             raise ValueError(f"{self} and {other} differ in rank")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Partition:
     """A shape and where the pieces of each of its axes end.
 
@@ -186,10 +187,15 @@ class Partition:
         """Number of pieces of each axis."""
         return tuple(map(len, self.ends))
 
-    @property
+    @functools.cached_property
     def num_shards(self) -> int:
         """Number of blocks, empty ones included; 1 for rank 0."""
         return math.prod(self.grid)
+
+    @functools.cached_property
+    def of_rows(self) -> Partition:
+        """Of its first axis alone."""
+        return Partition(self.shape[:1], self.ends[:1])
 
     @property
     def cut_axes(self) -> tuple[int, ...]:
@@ -204,13 +210,9 @@ class Partition:
         """
         if not 0 <= shard < self.num_shards:
             raise IndexError(f"there is no shard {shard} of {self.num_shards}")
-        rest, bounds = shard, []
-        for ends in reversed(self.ends):
-            rest, piece = divmod(rest, len(ends))
-            bounds.append(_bounds(ends, piece))
-        bounds.reverse()
-        return Block(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+        return self.blocks[shard]
 
+    @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
         """All blocks in the order of their numbers."""
         axes = [[_bounds(ends, piece) for piece in range(len(ends))] for ends in self.ends]
@@ -285,8 +287,9 @@ def check_ids(ids: npt.ArrayLike, rows: int, name: str) -> Ids:
             f"variable {name!r}: row ids must be integers, but they are {array.dtype}. "
             "Convert them first, for instance with ids.astype(np.int64)."
         )
-    # Before the conversion, in which large unsigned ids would turn negative.
-    if array.size and (array.min() < 0 or array.max() >= rows):
+    # As unsigned numbers, in which negative ids are very large ones; as signed ones large ids would turn negative.
+    unsigned = np.asarray(array, np.int64).view(np.uint64) if array.dtype.kind == "i" else array
+    if array.size and unsigned.max() >= rows:
         flat = array.ravel()
         position = int(np.argmax((flat < 0) | (flat >= rows)))
         limit = f"they must lie in 0..{rows - 1}" if rows else "there are no rows"
@@ -332,7 +335,7 @@ def split_rows(partition: Partition, ids: Ids) -> list[ShardRows]:
     if shards <= _FEW_SHARDS:
         below = [flat < end for end in ends[:-1].tolist()]
         masks = [below[0], *(low > before for before, low in itertools.pairwise(below)), ~below[-1]]
-        found = [np.flatnonzero(mask) for mask in masks]
+        found = [mask.nonzero()[0] for mask in masks]
         return [ShardRows(mine, flat[mine] - start) for mine, start in zip(found, starts, strict=True)]
     # From the right: of pieces that end at the same row only the first can hold the rows before it.
     owners = np.searchsorted(ends, flat, side="right")

@@ -64,6 +64,8 @@ class Payload:
 
     def array(self, start: int, count: int, dtype: npt.DTypeLike) -> Array:
         """A segment as one array; a copy only where it crosses chunks."""
+        if len(self._chunks) == 1:
+            return np.frombuffer(self._chunks[0], dtype, count, start)
         places = self._places(start, count * np.dtype(dtype).itemsize)
         pieces = [self._chunks[number][low:high] for number, _, low, high in places]
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -269,7 +269,7 @@ class ParameterServerService:
             reply.id = request.id
         try:
             if prepared is not None:
-                with self.drain.passing():
+                with self.drain:
                     begin = time.monotonic()
                     answer = prepared.reply()
                     took = time.monotonic() - begin
@@ -278,7 +278,7 @@ class ParameterServerService:
                     return "pull", answer
             if not request.last or request.total_bytes != len(payload):
                 raise ProtocolError("a session's request has one frame, marked as the last")
-            with self.drain.passing():
+            with self.drain:
                 buffers = self._answer(request, payload, reply, context)
             if request.HasField("read") and not payload and not request.id:
                 self._role.store.prepare(data, request.read)
@@ -313,7 +313,7 @@ class ParameterServerService:
     def pull(self, data: bytes, context: grpc.ServicerContext) -> Iterator[Any]:
         """A read in frames: of bytes, or on the data plane of parts, which are sent before they may change."""
         begin, nbytes, takes_parts = time.monotonic(), 0, getattr(context, "takes_parts", False)
-        with self.drain.passing():
+        with self.drain:
             for frame in self._frames_of(data, context, takes_parts):
                 nbytes += sum(map(len, frame))
                 with self._patience.with_call(context):  # until the next is asked for
@@ -354,7 +354,7 @@ class ParameterServerService:
     def push(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """An update (or creation) in frames; applied once it is whole."""
         begin = time.monotonic()
-        with self.drain.passing():
+        with self.drain:
             what, nbytes, answer = self._take(frames, context)
         if what:
             self._counted(what, begin, nbytes, context)
@@ -548,7 +548,7 @@ class ParameterServerService:
         """Mark, write or drop this server's part of a checkpoint."""
         store = self._store_of(request.job)
         reply = ps_pb2.CheckpointReply()
-        with self.drain.passing():
+        with self.drain:
             if request.action == ps_pb2.CheckpointRequest.MARK:
                 self._role.parts.mark(store, request.id)
                 reach("ps.mark.after")
@@ -569,7 +569,7 @@ class ParameterServerService:
     def restore(self, request: ps_pb2.RestoreRequest, _context: grpc.ServicerContext) -> ps_pb2.RestoreReply:
         """Read a checkpoint beside what there is, or let it take its place."""
         store = self._store_of(request.job)
-        with self.drain.passing():
+        with self.drain:
             if request.drop:
                 self._role.parts.drop_staged(request.id)
             elif request.commit:

@@ -592,7 +592,7 @@ class Store:
 
     def _check_ids(self, variable: int, table: Array, ids: Ids) -> None:
         rows = table.shape[0]
-        if len(ids) and not (ids.min() >= 0 and ids.max() < rows):
+        if len(ids) and ids.view(np.uint64).max() >= rows:  # a negative one is a very large one there
             name = self._variables[variable].spec.name
             wrong = ids[(ids < 0) | (ids >= rows)][0]
             raise InvalidUpdateError(f"row {wrong} of a shard of {name!r} that has {rows} rows")

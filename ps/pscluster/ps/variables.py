@@ -322,7 +322,7 @@ class Variable(Arithmetic, Handle):
         return item
 
     def _whole(self) -> WholeVariable:
-        blocks = enumerate(self.partition.blocks())
+        blocks = enumerate(self.partition.blocks)
         shards = [(self.owners[shard], self._read_item(shard), block) for shard, block in blocks]
         return WholeVariable(self.shape, self.dtype, shards)
 
@@ -532,7 +532,7 @@ class Variable(Arithmetic, Handle):
 
     def _shards_of_rows(self, ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, ShardRows]]:
         """Every shard with which of the ids, given flat, it has a part of the rows of."""
-        pieces = split_rows(Partition(self.shape[:1], self.partition.ends[:1]), ids)
+        pieces = split_rows(self.partition.of_rows, ids)
         across = self.num_shards // len(pieces)  # shards that share a piece of axis 0
         for number, rows in enumerate(pieces):
             for other in range(across):
@@ -667,7 +667,7 @@ def read_variables(variables: Sequence[Variable | Shard]) -> list[Array]:
         if isinstance(each, Shard):
             parts.append(each.variable._read_part(each.index, result, ...))
             continue
-        for index, block in enumerate(each.partition.blocks()):
+        for index, block in enumerate(each.partition.blocks):
             parts.append(each._read_part(index, result, whole_index(block)))
     client.read(parts)
     return results

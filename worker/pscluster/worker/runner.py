@@ -42,9 +42,9 @@ from pscluster.worker.parts import EndOfPart, Part
 
 logger = logging.getLogger(__name__)
 
-LONG_SECONDS = 0.001
+LONG_SECONDS = 0.01
 """A function that takes longer is worth a thread that reads what comes next: one that waits for it until it has ended
-waits for a millisecond or two where others want the machine's cores."""
+waits for a millisecond or two where others want the machine's cores. Of gathers of 3 ms the thread's turns took 5 %."""
 
 _REPLY_BYTES = 4 << 20  # outcomes are put into one message up to about this size
 

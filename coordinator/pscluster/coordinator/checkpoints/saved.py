@@ -64,7 +64,7 @@ class SavedVariables(Mapping[str, Array]):
         return self._read(self._index.variables[name])
 
     def _read(self, variable: SavedVariable) -> Array:
-        shards, blocks = variable.arrays["value"], variable.partition.blocks()
+        shards, blocks = variable.arrays["value"], variable.partition.blocks
         try:
             if len(shards) == 1:
                 return self._shard(shards[0])

@@ -179,7 +179,7 @@ def _in_order(
     shape = variable.shape
     if math.prod(shape) == 0:
         return
-    blocks = [(number, block) for number, block in enumerate(variable.partition.blocks()) if block.size]
+    blocks = [(number, block) for number, block in enumerate(variable.partition.blocks) if block.size]
     side_by_side = variable.partition.num_shards // (variable.partition.grid[0] if shape else 1)
     chunk_bytes = max(_LEAST_READ_BYTES, CHUNK_BYTES // side_by_side)
     shards = {number: _Shard(path, tensor, chunk_bytes) for number, tensor in parts.items()}

@@ -95,7 +95,9 @@ class Connection:
         """Send packets. Waits for room; OSError if the connection is broken."""
         buffers = as_buffers(packets)
         sent = self._socket.sendmsg(buffers)
-        for buffer in buffers:  # all of it was taken, unless a signal came in between
+        if sent == sum(map(len, buffers)):  # as nearly always
+            return
+        for buffer in buffers:  # a signal came in between
             if sent < len(buffer):
                 self._socket.sendall(memoryview(buffer)[sent:])
             sent = max(0, sent - len(buffer))
