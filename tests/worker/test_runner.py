@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
+import random
 import threading
 import time
 from collections import Counter
@@ -63,20 +65,42 @@ def step(function: int, definition: str, *args: Any, attachments: list[memoryvie
 
 
 class Stream:
-    """A runner, what is sent to it, and the outcomes that it sends."""
+    """A runner, what is sent to it, and the outcomes that it sends: among its answers, or past them."""
 
-    def __init__(self, job: Job) -> None:
+    past = False
+
+    def __init__(self, job: Job, send: Callable[[bytes], bool] | None = None) -> None:
         self.runner = Runner(job, threading.Lock())
         self.outcomes: list[Outcome] = []
+        self.sent_past = 0
+        self.wrong: list[str] = []
+        self._one = threading.Lock()
         self._sent: queue.SimpleQueue[worker_pb2.StepsRequest | None] = queue.SimpleQueue()
         self._collector = threading.Thread(target=self._collect, daemon=True)
         self._collector.start()
-        self._runs = threading.Thread(target=self.runner.run, args=(iter(self._sent.get, None),), daemon=True)
+        self._send = send or (self.take_past if self.past else None)
+        arguments = (iter(self._sent.get, None), self._send)
+        self._runs = threading.Thread(target=self.runner.run, args=arguments, daemon=True)
         self._runs.start()
 
     def _collect(self) -> None:
         for reply in self.runner.outcomes():
+            self._take(reply)
+
+    def _take(self, reply: worker_pb2.StepsReply) -> None:
+        if not self._one.acquire(blocking=False):
+            self.wrong.append("two threads send at once")
+            return
+        try:
             self.outcomes.extend(reply.outcomes)
+        finally:
+            self._one.release()
+
+    def take_past(self, message: bytes) -> bool:
+        """As `DataContext.send`."""
+        self.sent_past += 1
+        self._take(worker_pb2.StepsReply.FromString(message))
+        return True
 
     def send(self, position: int, *steps: worker_pb2.Step) -> None:
         """Send steps, the first of them at that position."""
@@ -94,7 +118,14 @@ class Stream:
         self._collector.join(PATIENCE)
         assert not self._runs.is_alive()
         assert not self._collector.is_alive()
+        assert not self.wrong
         return [outcome for outcome in self.outcomes if outcome.function]
+
+
+@pytest.fixture(params=[False, True], ids=["answers", "past them"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outcomes are sent by either thread."""
+    monkeypatch.setattr(Stream, "past", request.param)
 
 
 def kinds(outcomes: Sequence[Outcome]) -> Counter[tuple[int, str]]:
@@ -175,6 +206,67 @@ def test_arguments_of_recalled_functions_are_not_kept() -> None:
     assert kinds(stream.end())[13, "DONE"] == 1
     assert seen == [1 << 17]
     assert job._arguments == {}
+
+
+@pytest.mark.parametrize("refused", [0, 2, 3])
+def test_outcomes_come_in_order_whichever_thread_sends_them(refused: int) -> None:
+    """Long and short functions, in messages of one and of many: each outcome once, one sender at a time."""
+    asked = itertools.count(1)
+
+    def send(message: bytes) -> bool:
+        return bool(refused and next(asked) % refused == 0) is False and stream.take_past(message)
+
+    stream = Stream(make_job(short=lambda: None, long=lambda: time.sleep(0.0005)), send)
+    position, rng = 1, random.Random(7)
+    while position < 400:
+        names = [rng.choice(("short", "short", "long")) for _ in range(rng.choice((1, 1, 2, 30)))]
+        stream.send(position, *(step(place, name) for place, name in enumerate(names, position)))
+        position += len(names)
+    outcomes = stream.end()
+    assert [outcome.function for outcome in outcomes] == list(range(1, position))
+    assert stream.sent_past, "none was sent by the thread that runs them"
+
+
+def test_short_functions_share_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others wait behind them, nothing is sent past the answers."""
+    monkeypatch.setattr(runner_module, "SEND_SECONDS", float("inf"))  # all are short
+    block = Blocker()
+    stream = Stream(make_job(block=block, note=lambda: None))
+    stream.send(1, step(1, "block"))
+    assert block.begun.wait(PATIENCE)
+    stream.send(2, *(step(number, "note") for number in range(2, 502)))
+    block.released.set()
+    assert len(stream.end()) == 501
+    assert stream.sent_past <= 3  # the first, the last, and what lets the stream end
+
+
+def test_the_stream_ends_behind_an_outcome_that_is_being_sent() -> None:
+    """Its status does not come in between."""
+    sending, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def send(message: bytes) -> bool:
+        sending.set()
+        assert go_on.wait(PATIENCE)
+        return stream.take_past(message)
+
+    def collect() -> None:
+        collected.extend(runner.outcomes())
+        ended.set()
+
+    stream, collected = Stream(make_job()), list[worker_pb2.StepsReply]()
+    runner = Runner(make_job(note=lambda: None), threading.Lock())
+    requests: queue.SimpleQueue[worker_pb2.StepsRequest | None] = queue.SimpleQueue()
+    threading.Thread(target=collect, daemon=True).start()
+    until(lambda: not runner._sending, "the stream is up")
+    threading.Thread(target=runner.run, args=(iter(requests.get, None), send), daemon=True).start()
+    requests.put(worker_pb2.StepsRequest(position=1, steps=[step(11, "note")]))
+    assert sending.wait(PATIENCE)
+    runner.end()
+    assert not ended.wait(0.05)
+    go_on.set()
+    assert ended.wait(PATIENCE)
+    assert kinds(stream.outcomes) == {(11, "DONE"): 1}
+    assert collected == []
 
 
 def test_leaving_does_not_wait_for_outcomes_that_nobody_takes() -> None:

@@ -1,9 +1,12 @@
 """Runs the functions of one `Steps` stream, one after the other, and hands their outcomes on.
 
-Threads: one reads the stream and runs what comes, in order; the stream's own thread sends outcomes as they
-are ready, so that no finished function waits for a running one. Functions that were sent but not yet read
-wait in the stream; `recall` therefore tells apart, by their position in the order of sending, those that
-were not read yet, those that wait here, the running one and those that have ended.
+Threads: one reads the stream and runs what comes, in order; the stream's own thread sends outcomes as they are ready,
+so that no finished function waits for a running one. On the data plane the thread that runs them sends an outcome
+itself where nothing else is to be sent, unless functions are so short that several go into one message: to wake another
+thread takes longer than to send. One of the two sends at a time (`_sending`).
+
+Functions that were sent but not yet read wait in the stream; `recall` therefore tells apart, by their position in the
+order of sending, those that were not read yet, those that wait here, the running one and those that have ended.
 
 While a function runs that has a part of a dataset which takes long to read, or behind one that was long, another thread
 reads the next message of the stream: what comes next is there, and what it needs is read, when the function ends. Not
@@ -46,9 +49,17 @@ LONG_SECONDS = 0.01
 """A function that takes longer is worth a thread that reads what comes next: one that waits for it until it has ended
 waits for a millisecond or two where others want the machine's cores. Of gathers of 3 ms the thread's turns took 5 %."""
 
+SEND_SECONDS = 0.0001
+"""A function that takes longer, or that none waits behind, is worth a message of its own outcome."""
+
+_SEND_BYTES = 4096  # at most, by the thread that runs functions: there is room for so much, it does not wait
+
 _REPLY_BYTES = 4 << 20  # outcomes are put into one message up to about this size
 
 Outcome = worker_pb2.Outcome
+
+Send = Callable[[bytes], bool]
+"""Sends a message; False if it could not. See `DataContext.send`."""
 
 
 class Runner:
@@ -70,6 +81,8 @@ class Runner:
         self._recalled: set[int] = set()  # positions that were recalled before they were read
         self._running: FunctionContext | None = None
         self._outbox: deque[Outcome] = deque()
+        self._send: Send | None = None
+        self._sending = True  # a thread sends; at first the stream's own, that the stream is up
         self._ended = False
         self._leaving = False
         self._requests: Iterator[worker_pb2.StepsRequest] = iter(())
@@ -90,9 +103,14 @@ class Runner:
 
     # The reading and running thread
 
-    def run(self, requests: Iterator[worker_pb2.StepsRequest]) -> None:
-        """Take steps from the stream and run them until it ends."""
-        self._requests, counts = requests, self._counts
+    def run(self, requests: Iterator[worker_pb2.StepsRequest], send: Send | None = None) -> None:
+        """Take steps from the stream and run them until it ends.
+
+        Args:
+            requests: the stream.
+            send: for outcomes that need not be among those that `outcomes` gives.
+        """
+        self._requests, self._send, counts = requests, send, self._counts
         idle = counts.idle()
         try:
             while self._wait_next():
@@ -194,9 +212,36 @@ class Runner:
         with self._lock:
             self._running = None
             self._seconds = outcome.seconds
-            self._outbox.append(outcome)
-            self._to_send.notify_all()
-            if self._ended:  # nobody sends it
+            at_once = (
+                self._send is not None
+                and not (self._sending or self._outbox or self._ended)
+                and (outcome.seconds > SEND_SECONDS or not self._waiting)
+                and outcome.ByteSize() <= _SEND_BYTES
+            )
+            if not at_once:
+                self._outbox.append(outcome)
+                self._to_send.notify_all()
+                if self._ended:  # nobody sends it
+                    self._changed.notify_all()
+                return
+            self._sending = True
+        self._send_one(outcome)
+
+    def _send_one(self, outcome: Outcome) -> None:
+        """By the thread that runs functions, which has said that it sends."""
+        assert self._send is not None  # see _settle
+        sent = False
+        try:
+            reach("worker.result.before")
+            sent = self._send(worker_pb2.StepsReply(outcomes=[outcome]).SerializeToString())
+            reach("worker.result.after")
+        finally:
+            with self._lock:
+                self._sending = False
+                if not sent:
+                    self._outbox.appendleft(outcome)
+                if self._outbox or self._ended:
+                    self._to_send.notify_all()
                 self._changed.notify_all()
 
     def _run_one(self, position: int, step: worker_pb2.Step, received: float) -> Outcome:
@@ -287,12 +332,14 @@ class Runner:
         """Outcomes as they are ready, several a message where several are; ends with the stream."""
         while True:
             with self._lock:
-                self._to_send.wait_for(lambda: self._outbox or self._ended)
+                self._sending = False
+                self._changed.notify_all()
+                self._to_send.wait_for(lambda: not self._sending and (self._outbox or self._ended))
                 batch, size = [], 0
                 while self._outbox and size < _REPLY_BYTES:
                     size += self._outbox[0].ByteSize()
                     batch.append(self._outbox.popleft())
-                self._changed.notify_all()
+                self._sending = bool(batch)
             if not batch:
                 return
             reach("worker.result.before")
@@ -332,7 +379,7 @@ class Runner:
         """Wait until nothing runs and all outcomes are on their way, or nobody wants them. False if it takes longer."""
         with self._lock:
             return self._changed.wait_for(
-                lambda: self._running is None and (self._ended or not self._outbox), timeout
+                lambda: self._running is None and (self._ended or not (self._outbox or self._sending)), timeout
             )
 
     def wait_ended(self, timeout: float) -> bool:

@@ -179,7 +179,8 @@ class WorkerService:
         while not self._role.wait_turn(_TURN_SECONDS):
             if not context.is_active():
                 return
-        threading.Thread(target=runner.run, args=(requests,), name="functions", daemon=True).start()
+        send = getattr(context, "send", None)  # the data plane's has one
+        threading.Thread(target=runner.run, args=(requests, send), name="functions", daemon=True).start()
         yield worker_pb2.StepsReply()  # the stream is up
         yield from runner.outcomes()
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from pscluster.core.data_plane.connection import Connection, Place
+from pscluster.core.data_plane.connection import Connection, Kind, Place
 from pscluster.v1 import data_plane_pb2
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,17 @@ class DataContext(grpc.ServicerContext):
         self._code: grpc.StatusCode | None = None
         self._details = ""
         self._trailing: tuple[tuple[str, str], ...] = ()
+
+    def send(self, message: bytes) -> bool:
+        """Send a message, past the handler's answers: by any thread, while the handler is at work on none.
+
+        False if that can't be: then it is to be among the answers, and is what finds out why.
+        """
+        try:
+            self._connection.send((Kind.MESSAGE, (message,)))
+        except OSError:
+            return False
+        return True
 
     def is_active(self) -> bool:
         """Does the caller wait?"""
