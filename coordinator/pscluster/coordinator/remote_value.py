@@ -26,12 +26,16 @@ class RemoteValueStatus(enum.Enum):
 
 
 _NONE = value_pb2.Value(none=True)
+_NOT_DECODED = object()
 
 _events = threading.Lock()  # guards the making of events: few values are ever waited for one by one
 
 
 class RemoteValue:
     """The result of a scheduled function. Thread-safe.
+
+    There may be a million of them, which Python's garbage collector looks through again and again: nothing that it
+    looks after is made for each that could be shared, or be absent.
 
     A value that was ready stays so, whatever dies after: it is here, not on the worker.
     """
@@ -55,7 +59,7 @@ class RemoteValue:
         self._status = RemoteValueStatus.NOT_READY
         self._message: value_pb2.Value = _NONE
         self._attachments: Sequence[Buffer] = ()
-        self._decoded: list[Any] = []
+        self._decoded: Any = _NOT_DECODED
         self._error: Exception | None = None
         self._event: Event | None = None
         self.dependents: list[Task[Any]] | None = None  # tasks that take this as an argument
@@ -109,12 +113,14 @@ class RemoteValue:
             raise WaitTimeoutError(f"{self._function} has no result after {timeout:g} s; it is still scheduled")
         if self._error is not None:
             raise self._error.with_traceback(None)  # else it would grow with every call
-        if not self._decoded:
+        if self._decoded is _NOT_DECODED:
             # The user may change the arrays; functions that take the value as an argument get it as it came.
             attachments = [memoryview(attachment).toreadonly() for attachment in self._attachments]
-            # By two threads at once: both decode, the first stays.
-            self._decoded.append(decode(self._message, attachments=attachments, resolve_handle=self._resolve_handle))
-        return self._decoded[0]
+            decoded = decode(self._message, attachments=attachments, resolve_handle=self._resolve_handle)
+            with _events:
+                if self._decoded is _NOT_DECODED:  # else another thread was faster: all get the same object
+                    self._decoded = decoded
+        return self._decoded
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has a value, or an error. False if it has neither after so many seconds."""
