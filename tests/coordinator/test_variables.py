@@ -258,6 +258,22 @@ def test_scatters(tables: Tables) -> None:
                 variable.assign(twin)
 
 
+@pytest.mark.parametrize("pieces", [[1, 3], [2, 1], [3, 2]], ids=str)
+@pytest.mark.parametrize("ids", [[1, 2, 3, 4], [0, 1, 6], [5], [6, 2, 2]], ids=str)
+def test_rows_of_a_table_whose_columns_are_cut(
+    cutting: ParameterServerStrategy, pieces: list[int], ids: list[int]
+) -> None:
+    """Rows that follow each other, and others, land in their columns and leave from there."""
+    twin = np.arange(ROWS * 4, dtype=np.float32).reshape(ROWS, 4)
+    with cutting.scope():
+        variable = Variable(twin, name="cut", partitioner=lambda _shape, _dtype: pieces)
+    np.testing.assert_array_equal(variable.gather(ids), twin[ids])
+    values = np.arange(1, 1 + len(ids) * 4, dtype=np.float32).reshape(-1, 4)
+    variable.scatter_sub(IndexedSlices(values, ids))
+    np.subtract.at(twin, ids, values)
+    same(variable, twin)
+
+
 def test_scatter_update(tables: Tables) -> None:
     """Rows are replaced; of an id that occurs twice the last row counts."""
     for variable, twin in tables:
@@ -292,6 +308,8 @@ LOOKUPS: list[Any] = [
     np.array([4, 1], np.uint8),
     np.array([[2]], np.int32),
     np.arange(ROWS)[::-2],
+    np.arange(ROWS),
+    [1, 2, 3, 5],
 ]
 
 

@@ -770,8 +770,13 @@ def whole_index(block: Block) -> Any:
 
 
 def row_index(positions: npt.NDArray[np.int64], block: Block) -> Any:
-    """The index of a block's columns in an array of rows, at these rows."""
-    return (positions, *block.slices[1:])
+    """The index of a block's columns in an array of rows, at these rows, which rise.
+
+    A slice where they follow each other, as those of sorted ids do: what it selects is not copied.
+    """
+    first, last = (int(positions[0]), int(positions[-1])) if len(positions) else (0, -1)
+    rows = slice(first, last + 1) if last - first == len(positions) - 1 else positions
+    return (rows, *block.slices[1:])
 
 
 def _slices_of(axes: Sequence[AxisSlice]) -> ps_pb2.Slices:
