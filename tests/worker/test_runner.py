@@ -258,14 +258,18 @@ def test_the_stream_ends_behind_an_outcome_that_is_being_sent() -> None:
     requests: queue.SimpleQueue[worker_pb2.StepsRequest | None] = queue.SimpleQueue()
     threading.Thread(target=collect, daemon=True).start()
     until(lambda: not runner._sending, "the stream is up")
-    threading.Thread(target=runner.run, args=(iter(requests.get, None), send), daemon=True).start()
+    runs = threading.Thread(target=runner.run, args=(iter(requests.get, None), send), daemon=True)
+    runs.start()
     requests.put(worker_pb2.StepsRequest(position=1, steps=[step(11, "note")]))
     assert sending.wait(PATIENCE)
     runner.end()
     assert not ended.wait(0.05)
     go_on.set()
     assert ended.wait(PATIENCE)
-    assert kinds(stream.outcomes) == {(11, "DONE"): 1}
+    requests.put(None)
+    runs.join(PATIENCE)
+    assert not runs.is_alive()
+    assert kinds(stream.end()) == {(11, "DONE"): 1}
     assert collected == []
 
 
