@@ -29,15 +29,17 @@ CHUNK = SIZE + padding(SIZE)
 
 @given(st.data())
 def test_what_comes_lands_in_its_place(data: st.DataObject) -> None:
-    """Cut into frames anywhere, and each received as the network likes; some come a second time."""
+    """Cut into frames anywhere, and each received as the network likes; some are torn, and come again in pieces."""
     targets = [np.zeros(size, np.uint8) for size in data.draw(st.lists(st.integers(0, 40), max_size=4))]
     whole = bytes(range(1, 251))[: sum(len(target) + padding(len(target)) for target in targets)]
     landing = Landing(ps_pb2.Reply, [view(target) for target in targets])
     cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=5))})
     for start, stop in itertools.pairwise(cuts):
-        for again in data.draw(st.sampled_from([(False,), (False, True)])):
-            assert again or not landing.complete
-            frame = pack(ps_pb2.Reply(again=again, last=stop == len(whole)), [whole[start:stop]])
+        middle = data.draw(st.integers(start, stop))
+        torn, pieces = (False, bytes(stop - start), stop), [(True, whole[start:middle], middle)]
+        pieces += [(False, whole[middle:stop], stop)] if middle < stop else []
+        for again, values, end in data.draw(st.sampled_from([[(False, whole[start:stop], stop)], [torn, *pieces]])):
+            frame = pack(ps_pb2.Reply(again=again, last=end == len(whole)), [values])
             first = data.draw(st.integers(0, len(frame)))
             rooms = landing.take(frame[:first], len(frame))
             if rooms is None:  # it can't be told from so little

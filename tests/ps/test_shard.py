@@ -47,19 +47,21 @@ class Reading:
 class Sending(Reading):
     """The same as it is sent: each chunk may be looked at until the next is asked for, and may come again then."""
 
-    def __init__(self, snapshot: Snapshot, expected: bytes, waits: Callable[[], None]) -> None:
+    def __init__(self, snapshot: Snapshot, expected: bytes, waits: Callable[[], None], blocks: int) -> None:
         super().__init__(snapshot, expected, bytes)
         self.waits = waits  # while the network is slow
+        self.blocks = blocks
         self.chunks = self.sent()
 
     def sent(self) -> Iterator[bytes]:
         """What the other side has of each chunk once no other comes in its place."""
         before = None
-        chunks = self.snapshot.chunks()
+        chunks = self.snapshot.chunks(self.blocks)
         while (following := next(chunks, None)) is not None:
             chunk, again = following
             if before is not None and not again:
                 yield before
+            assert 0 < len(chunk) <= self.blocks * CHUNK
             self.waits()
             before = bytes(chunk)
         if before is not None:
@@ -101,7 +103,8 @@ class SnapshotMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, self.array.nbytes))
         stop = data.draw(st.integers(start, self.array.nbytes))
         expected = self.array.tobytes()[start:stop]
-        self.readings.append(Sending(self.shard.snapshot(start, stop, self.spill), expected, self.maybe_change))
+        snapshot, blocks = self.shard.snapshot(start, stop, self.spill), data.draw(st.integers(1, 5))
+        self.readings.append(Sending(snapshot, expected, self.maybe_change, blocks))
 
     def maybe_change(self) -> None:
         """While a chunk waits to be sent an update may come."""
@@ -131,7 +134,7 @@ class SnapshotMachine(RuleBasedStateMachine):
             if chunk is None:
                 self.end(reading)
                 return
-            assert 0 < len(chunk) <= CHUNK
+            assert len(chunk)
             reading.got += chunk
 
     @rule(which=st.integers(0, 9))

@@ -352,10 +352,15 @@ class PsClient:
 
     def _on_each(self, work: dict[int, Callable[[], object]]) -> None:
         """Run the bulk work of several servers at once; the first error is raised when all have ended."""
-        if len(work) == 1:
-            next(iter(work.values()))()
-            return
-        futures = [self._bulk_threads.submit(job) for job in work.values()]
+        mine, *others = work.values()
+        futures = [self._bulk_threads.submit(job) for job in others]
+        try:
+            mine()
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            wait(futures)  # of a function that is over nothing is under way
+            raise
         wait(futures)
         for future in futures:
             future.result()

@@ -54,7 +54,7 @@ class Landing:
         if again:
             self._which, self._done, self.missing = self._before
         self._before = self._which, self._done, self.missing
-        self._last = self._last or frame.last  # type: ignore[attr-defined]
+        self._last = frame.last  # type: ignore[attr-defined]
         at = 0
         for room in self._room(len(payload)):
             room[:] = payload[at : at + len(room)]

@@ -205,32 +205,42 @@ class Snapshot:
         if made is not None:
             yield made
 
-    def chunks(self) -> Iterator[tuple[memoryview, bool]]:
-        """Chunks to be copied or sent before the next is asked for; and whether it is the one before, again.
+    def chunks(self, blocks: int = 1) -> Iterator[tuple[memoryview, bool]]:
+        """Chunks to be copied or sent before the next is asked for; and whether it begins where the one before did.
 
         It is of the live array, and nobody has the lock, so that neither has to wait. An update that comes in between
-        saves the block first: then what was copied may be torn, and is given again as it was.
+        saves the block first: then what was copied may be torn, and is given again as it was. Of several blocks so is
+        each, one by one, and then nothing but single ones: where there is one update there may be others.
+
+        Args:
+            blocks: in a chunk, at most.
         """
+        again = False
         while self._position < self._stop:
             start, block = self._position, self._position // CHUNK_BYTES
-            base = block * CHUNK_BYTES
-            end, again = min(base + CHUNK_BYTES, self._stop), False
             with self._shard.lock:
                 saved = self._saved.pop(block, None)
+                count = next((n for n in range(1, blocks) if block + n in self._saved), blocks) if saved is None else 1
+                end = min((block + count) * CHUNK_BYTES, self._stop)
                 if saved is not None:
                     self._position = end
             if saved is None:
-                yield self._bytes[start:end], False
+                yield self._bytes[start:end], again
                 with self._shard.lock:
+                    again = any(number in self._saved for number in range(block, block + count))
+                    if again and count > 1:
+                        blocks = 1
+                        continue
                     saved = self._saved.pop(block, None)
                     self._position = end
-                again = saved is not None
             if saved is not None:
                 try:
                     old = saved.read()
                 except OSError as error:
                     raise UnavailableError(f"try again: {error.strerror}") from None
+                base = block * CHUNK_BYTES
                 yield memoryview(old)[start - base : end - base], again
+                again = False
 
     def close(self) -> None:
         """No more will be read."""
