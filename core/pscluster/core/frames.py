@@ -149,14 +149,14 @@ def head_of(start: bytes, size: int, message_class: type[M]) -> tuple[M, int] | 
     try:
         while True:
             tag_at = at
-            tag, at = _read_varint(start, at)
+            tag, at = (start[at], at + 1) if start[at] < 0x80 else _read_varint(start, at)
             if tag & 7 == 2:
-                length, at = _read_varint(start, at)
+                length, at = (start[at], at + 1) if start[at] < 0x80 else _read_varint(start, at)
                 if tag == _PAYLOAD_TAG:
                     return (message_class.FromString(start[:tag_at]), at) if at + length == size else None
                 at += length
             elif tag & 7 == 0:
-                _, at = _read_varint(start, at)
+                at = at + 1 if start[at] < 0x80 else _read_varint(start, at)[1]
             elif tag & 7 in (1, 5):
                 at += 8 if tag & 7 == 1 else 4
             else:
