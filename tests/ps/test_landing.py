@@ -187,9 +187,9 @@ def test_what_does_not_come_whole_changes_nothing(
 
     (server,) = strategy.client._servers
     with pytest.raises((grpc.RpcError, ProtocolError)):
-        server.push(frames(sizes), server.metadata, PATIENCE)
+        server.push(lambda _: frames(sizes), server.metadata, PATIENCE)
     np.testing.assert_array_equal(variable.numpy(), before)
-    server.push(frames([(CHUNK, False), (CHUNK, True)]), server.metadata, PATIENCE)
+    server.push(lambda _: frames([(CHUNK, False), (CHUNK, True)]), server.metadata, PATIENCE)
     assert (variable.numpy() == 9).all()
 
 
@@ -202,5 +202,5 @@ def test_a_shard_that_is_named_twice(strategy: ParameterServerStrategy, variable
             yield parts_of(ps_pb2.Request(last=value == 3), [bytes([value]) * CHUNK])
 
     (server,) = strategy.client._servers
-    server.push(frames(), server.metadata, PATIENCE)
+    server.push(lambda _: frames(), server.metadata, PATIENCE)
     assert variable.numpy()[:, :5].tolist() == [[3] * 5, [2] * 5]

@@ -595,15 +595,15 @@ class PsClient:
         request.total_bytes, request.last = total, not total
         timeout += self._timeout + total / _SLOWEST_BYTES_PER_SECOND
 
-        def frames() -> Iterator[Sequence[Buffer]]:
+        def frames(size: int) -> Iterator[Sequence[Buffer]]:
             yield parts_of(request)  # alone: what follows may come straight to where it belongs
             sent = 0
-            for group in pieces(buffers):
+            for group in pieces(buffers, size):
                 sent += sum(map(len, group))
                 yield parts_of(ps_pb2.Request(last=sent == total), group)
 
         def attempt() -> ps_pb2.Reply:
-            data = server.push(frames(), metadata, timeout)
+            data = server.push(frames, metadata, timeout)
             return unpack(data, ps_pb2.Reply)[0]
 
         if not patient:

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import grpc
@@ -20,7 +20,7 @@ from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_channel, say
 from pscluster.core.data_plane.client import DataPort, DataStream
 from pscluster.core.data_plane.connection import Place
 from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, UnavailableError
-from pscluster.core.frames import Buffer
+from pscluster.core.frames import CHUNK_BYTES, DATA_FRAME_BYTES, Buffer
 from pscluster.core.identity import fresh_id
 from pscluster.core.rpc import Stub
 from pscluster.core.streams import Metadata, Stream, StreamEndedError, open_stream
@@ -219,13 +219,13 @@ class Server:
             for _ in transfer.replies(place):
                 pass
 
-    def push(self, frames: Iterator[Sequence[Buffer]], metadata: Metadata, timeout: float) -> bytes:
-        """A large update, in frames of parts: the answer. Raises as `pull`."""
+    def push(self, frames: Callable[[int], Iterator[Sequence[Buffer]]], metadata: Metadata, timeout: float) -> bytes:
+        """A large update, in frames of parts, with payloads of at most so many bytes: the answer. Raises as `pull`."""
         with self._transfer(_PUSH, metadata, timeout) as transfer:
             if transfer is None:
-                data: bytes = self.bulk.push(map(b"".join, frames), metadata=metadata, timeout=timeout)
+                data: bytes = self.bulk.push(map(b"".join, frames(CHUNK_BYTES)), metadata=metadata, timeout=timeout)
                 return data
-            for parts in frames:
+            for parts in frames(DATA_FRAME_BYTES):
                 transfer.stream.send_parts(parts)
             transfer.stream.end()
             replies = list(transfer.replies())

@@ -18,7 +18,7 @@ from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.drain import Drain
 from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError, kind_of
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import CHUNK_BYTES, Assembler, Buffer, pack, parts_of, pieces, unpack
+from pscluster.core.frames import CHUNK_BYTES, DATA_FRAME_BYTES, Assembler, Buffer, pack, parts_of, pieces, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count, shortened
 from pscluster.core.node import Role
@@ -40,9 +40,6 @@ WHOLE_PULL_BYTES = 16 << 20
 """What a pull of whole shards takes of the budget at most. It needs memory for the old values of what is changed while
 it goes out, which is seldom much; were it all of the pull's bytes, one slow reader would keep everybody waiting."""
 
-LIVE_BLOCKS = 4
-"""So many blocks of an array that nobody changes go into a frame: a twentieth less CPU time than one by one."""
-
 STILL_SECONDS = 30.0
 """So long a large request may keep its memory while nothing of it comes, or is taken. A client that was frozen sends it
 again."""
@@ -51,6 +48,8 @@ OWN_SECONDS = 3.0
 """So long a server that comes back is kept for the coordinator that it had, which dials every quarter of a second."""
 
 _MAX_NAME = 64
+
+_FRAME_BLOCKS = DATA_FRAME_BYTES // CHUNK_BYTES
 
 _CUT_OFF = "the stream ended before its last frame: nothing was applied"
 
@@ -348,7 +347,7 @@ class ParameterServerService:
                 if not isinstance(segment, Snapshot):
                     continue
                 if live:
-                    yield from (frames.sent([chunk], again) for chunk, again in segment.chunks(LIVE_BLOCKS))
+                    yield from (frames.sent([chunk], again) for chunk, again in segment.chunks(_FRAME_BLOCKS))
                     continue
                 for frame, packed in segment.packed(lambda chunk: b"".join(frames.parts([chunk]))):
                     frames.done += packed
