@@ -227,7 +227,10 @@ def test_partitions_are_values() -> None:
     assert one == other
     assert hash(one) == hash(other)
     assert type(other.shape[0]) is type(other.ends[0][0]) is int
-    assert pickle.loads(pickle.dumps(one)) == one
+    fresh = pickle.dumps(one)
+    assert pickle.loads(fresh) == one
+    assert one.of_rows.num_shards == len(one.blocks) == 4
+    assert pickle.dumps(one) == fresh, "what is kept of it is no part of it"
     with pytest.raises(TypeError):
         Partition((1.5,), ((1.5,),))  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.conftest import until
 
-from pscluster.core.errors import StaleError
+from pscluster.core.errors import StaleError, UnavailableError
 from pscluster.core.handles import Handle
 from pscluster.core.telemetry.recording import Recording
 from pscluster.core.values import encode_call
@@ -271,6 +271,25 @@ def test_the_stream_ends_behind_an_outcome_that_is_being_sent() -> None:
     assert not runs.is_alive()
     assert kinds(stream.end()) == {(11, "DONE"): 1}
     assert collected == []
+
+
+def test_a_fault_in_sending_fails_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcome is lost with it, whichever thread was to send it."""
+    reached: list[str] = []
+
+    def reach(point: str) -> None:
+        if point == "worker.result.before":
+            reached.append(point)
+            raise UnavailableError("a fault")
+
+    monkeypatch.setattr(runner_module, "reach", reach)
+    runner = Runner(make_job(note=lambda: None), threading.Lock())
+    outcomes = runner.outcomes()
+    runner._sending = False  # the stream is up
+    runner.run(iter([worker_pb2.StepsRequest(position=1, steps=[step(11, "note")])]), lambda _: True)
+    with pytest.raises(UnavailableError, match="a fault"):
+        next(outcomes)
+    assert len(reached) == 1
 
 
 def test_leaving_does_not_wait_for_outcomes_that_nobody_takes() -> None:

@@ -242,6 +242,9 @@ class _GoneCaller:
         for callback in self._callbacks:
             callback()
 
+    def send(self, _message: bytes) -> bool:
+        return False
+
     def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
         raise _AbortedError(f"{code.name}: {details}")
 

@@ -352,6 +352,8 @@ class PsClient:
 
     def _on_each(self, work: dict[int, Callable[[], object]]) -> None:
         """Run the bulk work of several servers at once; the first error is raised when all have ended."""
+        if not work:
+            return
         mine, *others = work.values()
         futures = [self._bulk_threads.submit(job) for job in others]
         try:

@@ -223,7 +223,12 @@ class Server:
         """A large update, in frames of parts, with payloads of at most so many bytes: the answer. Raises as `pull`."""
         with self._transfer(_PUSH, metadata, timeout) as transfer:
             if transfer is None:
-                data: bytes = self.bulk.push(map(b"".join, frames(CHUNK_BYTES)), metadata=metadata, timeout=timeout)
+                call = self.bulk.push.future(map(b"".join, frames(CHUNK_BYTES)), metadata=metadata, timeout=timeout)
+                try:
+                    data: bytes = call.result()
+                except BaseException:
+                    call.cancel()  # Ctrl-C: else the thread that sends would wait for ever, and the server for the rest
+                    raise
                 return data
             for parts in frames(DATA_FRAME_BYTES):
                 transfer.stream.send_parts(parts)

@@ -90,6 +90,7 @@ class Runner:
         self._reading = False  # the reader reads, or is to read, one message
         self._read_all = False  # there is no other
         self._seconds = 0.0  # the last function took
+        self._failure: PsClusterError | None = None  # the stream is to end with
 
     @property
     def running(self) -> int:
@@ -230,11 +231,14 @@ class Runner:
     def _send_one(self, outcome: Outcome) -> None:
         """By the thread that runs functions, which has said that it sends."""
         assert self._send is not None  # see _settle
-        sent = False
+        sent = True
         try:
             reach("worker.result.before")
             sent = self._send(worker_pb2.StepsReply(outcomes=[outcome]).SerializeToString())
             reach("worker.result.after")
+        except PsClusterError as error:  # a fault that is armed: the stream is to fail, as where its own thread sends
+            self._failure = error
+            raise
         finally:
             with self._lock:
                 self._sending = False
@@ -341,6 +345,8 @@ class Runner:
                     batch.append(self._outbox.popleft())
                 self._sending = bool(batch)
             if not batch:
+                if self._failure is not None:
+                    raise self._failure
                 return
             reach("worker.result.before")
             yield worker_pb2.StepsReply(outcomes=batch)

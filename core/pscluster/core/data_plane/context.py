@@ -48,6 +48,7 @@ class DataContext(grpc.ServicerContext):
         try:
             self._connection.send((Kind.MESSAGE, (message,)))
         except OSError:
+            self._connection.shut()  # half of it may be on its way: nothing more can follow
             return False
         return True
 
