@@ -20,7 +20,8 @@ from tests.conftest import PATIENCE, until
 from pscluster.core.data_plane import client as client_module
 from pscluster.core.data_plane import server as server_module
 from pscluster.core.data_plane.client import DataPort, DataStream, PromptStream
-from pscluster.core.data_plane.connection import Connection, Kind
+from pscluster.core.data_plane.connection import ClosedError, Connection, Kind
+from pscluster.core.data_plane.context import DataContext
 from pscluster.core.data_plane.server import MAX_STRANGERS, DataServer
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.limits import MAX_CALL_BYTES, MAX_MESSAGE_BYTES
@@ -470,3 +471,19 @@ def test_closed_with_a_backlog(port: DataPort, service: Service) -> None:
     stream.send(b"too late")
     assert service.ended.wait(PATIENCE)
     assert not [thread for thread in threading.enumerate() if thread.name == "data-send"]
+
+
+def test_a_message_that_breaks_half_way_is_the_last_of_its_connection() -> None:
+    """What a handler's context sends past the answers: whoever would send behind it is told, and so is the reader."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender, reader = Connection(ours), Connection(theirs)
+        context = DataContext(sender, "ipv4:127.0.0.1:1", data_plane_pb2.DataCall())
+        assert context.send(b"whole")
+        ours.settimeout(0.001)  # what nobody reads does not go out whole
+        assert not context.send(LARGE)
+        ours.settimeout(None)
+        assert not context.send(b"behind it")
+        assert reader.receive() == (Kind.MESSAGE, b"whole")
+        with pytest.raises(ClosedError):
+            reader.receive()

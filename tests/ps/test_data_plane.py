@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import threading
+import traceback
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +14,13 @@ import pytest
 from tests.conftest import PATIENCE
 from tests.faults.support import until
 
-from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    FixedShardsPartitioner,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+)
 from pscluster.core.channels import PeerAddress
 from pscluster.core.data_plane import client as data_client
 from pscluster.core.errors import ConfigurationError
@@ -159,6 +169,42 @@ def test_without_a_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
         (link,) = coordinator._dispatcher._links
         assert link.connection is not None
         assert not isinstance(link.connection._stream, data_client.DataStream)
+
+
+def test_an_interrupted_update_over_grpc_leaves_no_call_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a server takes nothing: gRPC's threads end, and the next update is taken."""
+    monkeypatch.setenv(DATA_PORT_VARIABLE, "off")
+    main, before = threading.main_thread(), set(threading.enumerate())
+
+    def waits_for_an_answer() -> bool:  # gRPC itself leaves a call behind that it is interrupted in making
+        frames = traceback.walk_stack(sys._current_frames()[main.ident or 0])
+        return {"push", "result", "wait"} <= {frame.f_code.co_name for frame, _ in frames}
+
+    def threads_of_calls() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread not in before and "(_run)" in thread.name]
+
+    def interrupt() -> None:
+        until(waits_for_an_answer, "the update is under way")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    partitioner = FixedShardsPartitioner(2)
+    with LocalCluster(2, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster, partitioner) as strategy:
+        with strategy.scope():
+            large = Variable(np.zeros((2, 4 * LARGE), np.float32), name="large")
+        until(lambda: not threads_of_calls(), "the cluster is made")
+        interrupter = threading.Thread(target=interrupt)
+        os.kill(cluster.pids["ps", 0], signal.SIGSTOP)
+        try:
+            interrupter.start()
+            with pytest.raises(KeyboardInterrupt) as kept:  # its traceback, as a shell keeps it
+                large.assign_add(np.ones(large.shape, np.float32))
+            until(lambda: not threads_of_calls(), "gRPC's threads have ended", lambda: str(threads_of_calls()))
+            assert kept.tb
+        finally:
+            interrupter.join(PATIENCE)
+            os.kill(cluster.pids["ps", 0], signal.SIGCONT)
+        large.assign(np.full(large.shape, 7, np.float32))
+        assert set(np.unique(large.numpy())) == {7}
 
 
 @pytest.mark.parametrize("text", ["", "65536", "-1", "one", "0x10"])

@@ -214,7 +214,7 @@ def test_outcomes_come_in_order_whichever_thread_sends_them(refused: int) -> Non
     asked = itertools.count(1)
 
     def send(message: bytes) -> bool:
-        return bool(refused and next(asked) % refused == 0) is False and stream.take_past(message)
+        return not (refused and next(asked) % refused == 0) and stream.take_past(message)
 
     stream = Stream(make_job(short=lambda: None, long=lambda: time.sleep(0.0005)), send)
     position, rng = 1, random.Random(7)

@@ -212,9 +212,8 @@ class ClusterCoordinator:
         def remote(leaf: Any, _attachments: object) -> value_pb2.Value | None:
             if not isinstance(leaf, RemoteValue):
                 return None
-            if (
-                leaf._resolve_handle is not self._resolve_handle
-            ):  # it is settled under another lock, and names other variables
+            # Another's is settled under another lock, and names other variables.
+            if leaf._resolve_handle is not self._resolve_handle:
                 raise MisuseError(f"{leaf!r} is another coordinator's: pass what its fetch() returns")
             waiting[key := str(len(waiting))] = leaf
             return placeholder(key)
