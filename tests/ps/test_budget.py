@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -164,3 +166,29 @@ def test_large_requests_beyond_the_budget() -> None:
         results = [coordinator.schedule(step) for _ in range(40)]
         assert all(coordinator.fetch(results, 100))
         assert (v.numpy() == 40).all()
+
+
+def test_whole_values_beyond_the_budget_are_not_copied() -> None:
+    """Also where the variable was made of values, which are as much, and go alone, too. Updates of other kinds end it."""
+    role, size, sequences = ParameterServerRole(0), 8 << 20, itertools.count(1)
+    role.job_began(node_pb2.AttachRequest(job=JOB))
+    service = ParameterServerService(role, 1 << 20)
+    spec = ps_pb2.VariableSpec(id=1, name="w", dtype="uint8", shape=[size], splits=[ps_pb2.AxisSplit(ends=[size])])
+    spec.owners.append(0)
+
+    def push(**body: Any) -> None:
+        call = cast(grpc.ServicerContext, OpenCall())
+        frames = pack(ps_pb2.Request(total_bytes=size, last=True, **body), [np.full(size, 3, np.uint8).data])
+        service.push(iter([frames]), call)
+
+    def update(kind: ps_pb2.UpdateKind.ValueType) -> None:
+        item = ps_pb2.UpdateItem(variable=1, kind=kind, rows=ps_pb2.Rows(all=True), value_bytes=size)
+        push(update=ps_pb2.UpdateRequest(job=JOB, sequence=next(sequences), settled=1, items=[item]))
+
+    push(create=ps_pb2.CreateRequest(job=JOB, variable=spec))
+    for _ in range(2):
+        update(ps_pb2.ASSIGN)
+        assert service.spares.nbytes == size, "what was there is used for the next"
+    for kind in (ps_pb2.ADD, ps_pb2.ASSIGN):
+        update(kind)
+        assert service.spares.nbytes == 0

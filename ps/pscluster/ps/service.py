@@ -417,8 +417,9 @@ class ParameterServerService:
 
     def _make_room(self) -> None:
         """For an update that is kept as it comes."""
-        if self.spares.nbytes > self.budget.left:
-            self.spares.shrink(self.budget.left)
+        left = max(self.budget.left, 0)  # less than none where a request larger than the budget goes alone
+        if self.spares.nbytes > left:
+            self.spares.shrink(left)
             self._mixed = True
 
     def _may_stage(self, total_bytes: int, placed: list[Placed]) -> bool:
