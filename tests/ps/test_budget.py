@@ -169,7 +169,7 @@ def test_large_requests_beyond_the_budget() -> None:
 
 
 def test_whole_values_beyond_the_budget_are_not_copied() -> None:
-    """Also where the variable was made of values, which are as much, and go alone, too. Updates of other kinds end it."""
+    """Also where the variable was made of values, which are as much and go alone, too. Other updates end it."""
     role, size, sequences = ParameterServerRole(0), 8 << 20, itertools.count(1)
     role.job_began(node_pb2.AttachRequest(job=JOB))
     service = ParameterServerService(role, 1 << 20)
@@ -181,7 +181,7 @@ def test_whole_values_beyond_the_budget_are_not_copied() -> None:
         frames = pack(ps_pb2.Request(total_bytes=size, last=True, **body), [np.full(size, 3, np.uint8).data])
         service.push(iter([frames]), call)
 
-    def update(kind: ps_pb2.UpdateKind.ValueType) -> None:
+    def update(kind: ps_pb2.UpdateKind) -> None:
         item = ps_pb2.UpdateItem(variable=1, kind=kind, rows=ps_pb2.Rows(all=True), value_bytes=size)
         push(update=ps_pb2.UpdateRequest(job=JOB, sequence=next(sequences), settled=1, items=[item]))
 
