@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -155,6 +156,36 @@ def test_a_server_that_is_started_again(job: tuple[LocalCluster, ParameterServer
     variable.assign_add(np.ones(3, np.float32))
     assert session_of(strategy.client).direct
     assert server._data._where != before
+
+
+def test_another_program_has_the_port_of_a_server_that_died(job: tuple[LocalCluster, ParameterServerStrategy]) -> None:
+    """Its answer is none of the server's, which says where it is now."""
+    cluster, strategy = job
+    with strategy.scope():
+        large = Variable(np.arange(LARGE, dtype=np.float32), name="large")
+    server = strategy.client._servers[0]
+    before = server._data._where
+    assert before
+    strategy.client.check_saved(["large"])
+    cluster.wait_restarted("ps", 0, cluster.kill("ps", 0), timeout=PATIENCE)
+    with socket.create_server(before) as stranger:
+
+        def greet() -> None:
+            greeted, _ = stranger.accept()
+            with greeted:
+                greeted.sendall(bytes(64))  # before it is asked, as servers of HTTP/2 do
+                while greeted.recv(1 << 16):
+                    pass
+
+        greeter = threading.Thread(target=greet)
+        greeter.start()
+        server._data.is_at("127.0.0.1", 1)
+        server._data.is_at(*before)  # as if nobody had asked the server since, nor had a connection to it
+        check(large)
+        greeter.join(PATIENCE)
+    assert not greeter.is_alive(), "nobody came"
+    assert server._data._where != before
+    assert session_of(strategy.client).direct
 
 
 def test_without_a_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:

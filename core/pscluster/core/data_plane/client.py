@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -20,6 +21,7 @@ from pscluster.core.data_plane.connection import (
     Kind,
     Packet,
     Place,
+    StrangerError,
     as_buffers,
     supported,
     tuned,
@@ -40,6 +42,10 @@ AVOID_SECONDS = 60.0
 AVOID_MOST_SECONDS = 3600.0
 
 
+# Of a role of another kind, or of another cluster: what is said of ours is found out over gRPC.
+_OF_STRANGERS = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
+
+
 class DataStream:
     """A call over a connection of the data plane; see `streams.Stream`. Sending waits for room on the connection."""
 
@@ -48,12 +54,12 @@ class DataStream:
         connection: Connection,
         path: str,
         metadata: Metadata,
-        on_full: Callable[[str], None] = lambda _why: None,
+        on_useless: Callable[[str], None] = lambda _why: None,
     ) -> None:
         pairs = [data_plane_pb2.DataMetadata(key=key, value=value) for key, value in metadata]
         self._call: bytes | None = data_plane_pb2.DataCall(path=path, metadata=pairs).SerializeToString()
         self._connection = connection
-        self._on_full = on_full
+        self._on_useless = on_useless  # the port is of no use, and it does not help to ask again
         self._ended = False
         self.reusable: Connection | None = None  # the connection, once the call is over and another may follow
 
@@ -93,6 +99,8 @@ class DataStream:
             kind, body = self._connection.receive(place)
         except ClosedError:
             raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the connection was closed") from None
+        except StrangerError as error:
+            raise self._met_stranger(str(error)) from None
         except ProtocolError as error:
             raise StreamEndedError(grpc.StatusCode.INTERNAL, str(error)) from None
         except OSError as error:
@@ -100,18 +108,26 @@ class DataStream:
         if kind is Kind.MESSAGE:
             return body
         if kind is not Kind.STATUS:
-            raise StreamEndedError(grpc.StatusCode.INTERNAL, "the server sent what only clients send")
+            raise self._met_stranger("what came is what only clients send")
         try:
             status = data_plane_pb2.DataStatus.FromString(body)
         except DecodeError as error:
-            raise StreamEndedError(grpc.StatusCode.INTERNAL, f"what came is no status: {error}") from None
+            raise self._met_stranger(f"what came is no status: {error}") from None
         if self._ended:
             self.reusable = self._connection
         code = CODES.get(status.code, grpc.StatusCode.UNKNOWN)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not status.trailing:  # no error of the method's
-            self._on_full(status.details)
+            self._on_useless(status.details)
             code = grpc.StatusCode.UNAVAILABLE
+        elif code in _OF_STRANGERS:
+            raise self._met_stranger(status.details)
         raise StreamEndedError(code, status.details, tuple((pair.key, pair.value) for pair in status.trailing))
+
+    def _met_stranger(self, why: str) -> StreamEndedError:
+        """Somebody else has the port: the role has died, and will say, over gRPC, where it is now."""
+        self.reusable = None
+        self._on_useless(why)
+        return StreamEndedError(grpc.StatusCode.UNAVAILABLE, why)
 
     def cancel(self) -> None:
         """The thread that waits sees the end."""
@@ -131,9 +147,9 @@ class PromptStream(DataStream):
         connection: Connection,
         path: str,
         metadata: Metadata,
-        on_full: Callable[[str], None] = lambda _why: None,
+        on_useless: Callable[[str], None] = lambda _why: None,
     ) -> None:
-        super().__init__(connection, path, metadata, on_full)
+        super().__init__(connection, path, metadata, on_useless)
         self._lock = threading.Lock()
         self._backlog: deque[bytes] = deque()
         self._sender: threading.Thread | None = None  # while there is a backlog
@@ -211,13 +227,15 @@ class DataPort:
 
     def open(self, path: str, metadata: Metadata) -> DataStream | None:
         """A stream for a call, on an idle connection or a new one; None where the call has to go another way."""
+        useless = partial(self.avoid, failed=self._where, ask_again=False)
         connection = self._connection()
-        return None if connection is None else DataStream(connection, path, metadata, self._is_full)
+        return None if connection is None else DataStream(connection, path, metadata, useless)
 
     def open_prompt(self, path: str, metadata: Metadata) -> PromptStream | None:
         """The same, of the other kind."""
+        useless = partial(self.avoid, failed=self._where, ask_again=False)
         connection = self._connection()
-        return None if connection is None else PromptStream(connection, path, metadata, self._is_full)
+        return None if connection is None else PromptStream(connection, path, metadata, useless)
 
     def _connection(self) -> Connection | None:
         with self._lock:
@@ -236,15 +254,16 @@ class DataPort:
                 self._avoid_seconds, self._reached = AVOID_SECONDS, True
         return found
 
-    def _is_full(self, why: str) -> None:
-        self._reached = False  # nor does it help to ask again
-        self.avoid(why)
+    def avoid(self, why: str, failed: tuple[str, int] | None, *, ask_again: bool = True) -> None:
+        """Have calls go another way for a while, unless it is elsewhere by now than where it failed.
 
-    def avoid(self, why: str, failed: tuple[str, int] | None = None) -> None:
-        """Have calls go another way for a while, unless it is elsewhere by now than where it failed."""
+        Args:
+            ask_again: is it worth a try as soon as the role says that it is still there?
+        """
         with self._lock:
-            if failed not in (None, self._where):
+            if failed != self._where:
                 return
+            self._reached = self._reached and ask_again
             self._avoid_until = time.monotonic() + self._avoid_seconds
             self._avoid_seconds = min(2 * self._avoid_seconds, AVOID_MOST_SECONDS)
             where = self._where

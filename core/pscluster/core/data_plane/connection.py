@@ -50,6 +50,10 @@ class ClosedError(ConnectionError):
     """The peer has closed the connection, between two packets or within one."""
 
 
+class StrangerError(ProtocolError):
+    """What came is no packet: it is not a data plane that is there."""
+
+
 def as_buffers(packets: Sequence[Packet]) -> list[Buffer]:
     """What is sent of them, few enough for one system call."""
     buffers: list[Buffer] = []
@@ -125,13 +129,14 @@ class Connection:
 
         Raises:
             ClosedError: there will be no more.
-            ProtocolError: it is no packet, or one that is too large.
+            StrangerError: it is no packet.
+            ProtocolError: it is one that is too large.
             OSError: the connection is broken.
         """
         size, number, mark, zeros = _HEAD.unpack(self._exactly(_HEAD.size))
         kind = _KINDS.get(number)
         if kind is None or mark != _MARK or zeros:
-            raise ProtocolError("what came is no packet of the data plane")
+            raise StrangerError("what came is no packet of the data plane")
         if size > self.limit:
             raise ProtocolError(f"a message of {size:,} bytes, the limit is {self.limit:,}")
         if place is None or kind is not Kind.MESSAGE:
