@@ -406,18 +406,22 @@ class _Messages:
         if (send := getattr(context, "send", None)) is not None:
             past: Any = context
             past.send = lambda message: not (self._broken or self._losing or self._dropping) and send(message)
-        with contextlib.closing(self._call(self._requests(requests, context), context)) as answers:
-            for answer in answers:
-                if self._broken:
-                    break
-                if self._losing is not None:
-                    self._faults.ended(self._losing, "delivered")
-                    self._broken = True
-                    break
-                if self._dropping:
-                    self._dropping -= 1
-                    continue
-                yield answer
+        try:
+            with contextlib.closing(self._call(self._requests(requests, context), context)) as answers:
+                for answer in answers:
+                    if self._broken:
+                        break
+                    if self._losing is not None:
+                        self._faults.ended(self._losing, "delivered")
+                        self._broken = True
+                        break
+                    if self._dropping:
+                        self._dropping -= 1
+                        continue
+                    yield answer
+        finally:
+            if self._losing is not None and not self._broken:
+                self._faults.ended(self._losing, "the stream ended, and no answer came before")
         if self._broken:
             _lost(context)
 
