@@ -118,8 +118,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take(self, index: int) -> None:
         batch = self.scheduler.take(index)
         assert batch == self.queue[: len(batch)], "the oldest first, retried ones before all others"
-        room = self.scheduler.workers[index].window - len(self.sent[index])
-        assert bool(batch) == (self.up[index] and bool(self.queue) and room > 0)
+        window = self.scheduler.workers[index].window
+        room, others_idle = window - len(self.sent[index]), 0
+        if self.sent[index]:  # what would only wait here is for those that have nothing; and half a window at a time
+            others_idle = sum(up and not sent for up, sent in zip(self.up, self.sent, strict=True))
+        may = room > 0 and (not self.sent[index] or room >= window // 2)
+        assert bool(batch) == (self.up[index] and may and len(self.queue) > others_idle)
         assert len(batch) <= max(room, 0)
         assert sum(task.size for task in batch[:-1]) < MAX_BATCH_BYTES
         del self.queue[: len(batch)]
