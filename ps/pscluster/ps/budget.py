@@ -49,8 +49,8 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """Bytes that nobody has; less than none where a large request goes alone."""
-        return self.limit - self.used
+        """Bytes that nobody has; none where a larger request goes alone."""
+        return max(self.limit - self.used, 0)
 
     @contextmanager
     def taken(self, size: int, call: Call) -> Iterator[None]:

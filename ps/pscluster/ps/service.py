@@ -392,7 +392,7 @@ class ParameterServerService:
                 # By a function of its own, of which nothing is left when others get the memory.
                 update, left = self._take_staged(store, first, payload, placed, frames, context)
                 self.spares.keep(left)
-                self.spares.shrink(first.total_bytes + max(self.budget.left, 0))
+                self.spares.shrink(first.total_bytes + self.budget.left)
                 return "push", first.total_bytes, pack(ps_pb2.Reply(id=first.id, last=True, update=update))
         assembler = Assembler(_MAX_PUSH_BYTES)
         assembler.add(first, payload)
@@ -417,9 +417,8 @@ class ParameterServerService:
 
     def _make_room(self) -> None:
         """For an update that is kept as it comes."""
-        left = max(self.budget.left, 0)  # less than none where a request larger than the budget goes alone
-        if self.spares.nbytes > left:
-            self.spares.shrink(left)
+        if self.spares.nbytes > self.budget.left:
+            self.spares.shrink(self.budget.left)
             self._mixed = True
 
     def _may_stage(self, total_bytes: int, placed: list[Placed]) -> bool:

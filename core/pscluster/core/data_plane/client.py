@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -189,6 +190,9 @@ class PromptStream(DataStream):
         self._connection.break_off()
 
 
+_StreamT = TypeVar("_StreamT", bound=DataStream)
+
+
 class DataPort:
     """One role's data plane, as a client has it: where it is, and the connections that no call uses. Thread-safe."""
 
@@ -227,15 +231,18 @@ class DataPort:
 
     def open(self, path: str, metadata: Metadata) -> DataStream | None:
         """A stream for a call, on an idle connection or a new one; None where the call has to go another way."""
-        useless = partial(self.avoid, failed=self._where, ask_again=False)
-        connection = self._connection()
-        return None if connection is None else DataStream(connection, path, metadata, useless)
+        return self._open(DataStream, path, metadata)
 
     def open_prompt(self, path: str, metadata: Metadata) -> PromptStream | None:
         """The same, of the other kind."""
-        useless = partial(self.avoid, failed=self._where, ask_again=False)
+        return self._open(PromptStream, path, metadata)
+
+    def _open(self, kind: type[_StreamT], path: str, metadata: Metadata) -> _StreamT | None:
+        where = self._where
         connection = self._connection()
-        return None if connection is None else PromptStream(connection, path, metadata, useless)
+        if connection is None:
+            return None
+        return kind(connection, path, metadata, partial(self.avoid, failed=where, ask_again=False))
 
     def _connection(self) -> Connection | None:
         with self._lock:
@@ -266,9 +273,8 @@ class DataPort:
             self._reached = self._reached and ask_again
             self._avoid_until = time.monotonic() + self._avoid_seconds
             self._avoid_seconds = min(2 * self._avoid_seconds, AVOID_MOST_SECONDS)
-            where = self._where
-        if where is not None:
-            logger.info("%s: its data port %d can't be used (%s): over gRPC for now", self._name, where[1], why)
+        if failed is not None:
+            logger.info("%s: its data port %d can't be used (%s): over gRPC for now", self._name, failed[1], why)
 
     def give_back(self, stream: DataStream) -> None:
         """The call is over. What can't be used again is closed."""
