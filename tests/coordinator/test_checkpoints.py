@@ -12,6 +12,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -564,15 +565,10 @@ def test_in_the_background(manager: CheckpointManager, model: Model, monkeypatch
     monkeypatch.setattr(MarkedCheckpoint, "write", write)
     futures = [manager.save(wait=False) for _ in range(3)]
     assert [future.result(PATIENCE) for future in futures] == manager.checkpoints
-    manager.save(wait=False)
-    before = model.facts()
-    assert manager.restore() == manager.latest_checkpoint  # waits for the one that is being written
-    assert model.facts() == before
-    assert len(manager.checkpoints) == 4
 
 
-def test_closed_while_one_is_written(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a wait the close is not held up, and what was begun is whole all the same once it may go on."""
+def hold_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What is to be written from now on waits until this is set."""
     go_on, write = threading.Event(), MarkedCheckpoint.write
 
     def late(self: MarkedCheckpoint, path: str) -> str:
@@ -580,6 +576,35 @@ def test_closed_while_one_is_written(model: Model, tmp_path: Path, monkeypatch: 
         return write(self, path)
 
     monkeypatch.setattr(MarkedCheckpoint, "write", late)
+    return go_on
+
+
+@pytest.mark.parametrize("restore", ["restore", "restore_or_initialize"])
+def test_restored_while_one_is_written(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restore: str
+) -> None:
+    """That one is the newest, and waited for; the one before it, which it removes, is not looked at."""
+    with CheckpointManager(str(tmp_path), strategy=model.strategy, max_to_keep=1) as manager:
+        manager.save()
+        model.train(1)
+        go_on = hold_writing(monkeypatch)
+        future = manager.save(wait=False)
+        saved = model.facts()
+        model.train(1)
+        assert model.facts() != saved
+        restoring = ThreadPoolExecutor(1)
+        restored = restoring.submit(getattr(manager, restore))
+        until(lambda: manager._lock.locked(), "it is about to")
+        go_on.set()
+        assert restored.result(PATIENCE) in (RestoredFrom.CHECKPOINT, future.result(PATIENCE))
+        restoring.shutdown()
+        assert model.facts() == saved
+        assert [future.result()] == manager.checkpoints
+
+
+def test_closed_while_one_is_written(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a wait the close is not held up, and what was begun is whole all the same once it may go on."""
+    go_on = hold_writing(monkeypatch)
     manager = CheckpointManager(str(tmp_path), strategy=model.strategy, every=3600)
     future = manager.save(wait=False)
     manager.close(wait=False)

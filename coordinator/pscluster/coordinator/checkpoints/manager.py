@@ -514,25 +514,27 @@ class CheckpointManager:
     # Restoring
 
     def restore(self, path: str | None = None, *, partial: bool = False, progress: bool = True) -> str:
-        """Restore this one, or the newest; its path. See `Checkpoint.read` for the arguments.
+        """Restore this one, or the newest, what is being written among them; its path.
+
+        See `Checkpoint.read` for the arguments.
 
         Raises:
             CheckpointError: there is none; or it is damaged or does not fit, and nothing was changed. The message then
                 names the one before it.
         """
-        known = self.checkpoints
-        chosen = next(reversed(known), None) if path is None else str(path).rstrip("/")
-        if chosen is None:
-            raise CheckpointError(f"there is no checkpoint in {self.directory}")
-        try:
-            with self._alone():
+        with self._alone():  # the one that is being written may be the newest, and remove the oldest
+            known = self.checkpoints
+            chosen = next(reversed(known), None) if path is None else str(path).rstrip("/")
+            if chosen is None:
+                raise CheckpointError(f"there is no checkpoint in {self.directory}")
+            try:
                 self.checkpoint.read(chosen, partial=partial, progress=progress)
-        except CheckpointError as error:
-            mine = chosen.rpartition("/")[0] == self.directory.rstrip("/")  # of another directory none is known
-            before = [each for each in known if mine and (len(each), each) < (len(chosen), chosen)]
-            if before:
-                raise type(error)(f"{error}. The one before it is {before[-1]}") from error
-            raise
+            except CheckpointError as error:
+                mine = chosen.rpartition("/")[0] == self.directory.rstrip("/")  # of another directory none is known
+                before = [each for each in known if mine and (len(each), each) < (len(chosen), chosen)]
+                if before:
+                    raise type(error)(f"{error}. The one before it is {before[-1]}") from error
+                raise
         logger.info("restored %s", chosen)
         return chosen
 
@@ -549,17 +551,17 @@ class CheckpointManager:
         if self.checkpoint.strategy.resumed:
             logger.info("going on with the variables that live on the servers")
             return RestoredFrom.LIVE
-        for path in reversed(self.checkpoints):
-            try:
-                with self._alone():
+        with self._alone():
+            for path in reversed(self.checkpoints):
+                try:
                     self.checkpoint.read(path)
-            except CheckpointMisfitError:
-                raise  # it is no less worth for that: later ones would take its place
-            except CheckpointError as error:
-                logger.error("%s can't be restored: %s", path, error)
-            else:
-                logger.info("restored %s", path)
-                return RestoredFrom.CHECKPOINT
+                except CheckpointMisfitError:
+                    raise  # it is no less worth for that: later ones would take its place
+                except CheckpointError as error:
+                    logger.error("%s can't be restored: %s", path, error)
+                else:
+                    logger.info("restored %s", path)
+                    return RestoredFrom.CHECKPOINT
         logger.info("there is no checkpoint in %s: beginning with the initial values", self.directory)
         return RestoredFrom.NOTHING
 
