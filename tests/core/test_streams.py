@@ -45,12 +45,13 @@ def session(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterato
 def server() -> Iterator[str]:
     """Where a server listens."""
     handlers: Any = {"Session": grpc.stream_stream_rpc_method_handler(session)}
-    running = grpc.server(ThreadPoolExecutor(300), options=SERVER_OPTIONS)
-    running.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", handlers),))
-    address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
-    running.start()
-    yield address
-    running.stop(0).wait()
+    with ThreadPoolExecutor(300) as pool:
+        running = grpc.server(pool, options=SERVER_OPTIONS)
+        running.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", handlers),))
+        address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
+        running.start()
+        yield address
+        running.stop(0).wait()
 
 
 @pytest.fixture

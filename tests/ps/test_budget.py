@@ -128,24 +128,25 @@ def test_who_stands_still_makes_room() -> None:
         yield pack(create, [bytes(1 << 20)])
         yield pack(ps_pb2.Request(last=True), [bytes(size - (1 << 20))])
 
-    server = grpc.server(ThreadPoolExecutor(4), options=SERVER_OPTIONS)
-    server.add_generic_rpc_handlers((generic_handler(SERVICE, service),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.max_receive_message_length", -1)]) as channel:
-        stub = Stub(channel, SERVICE)
-        pushed = stub.push.future(still(), timeout=60)
-        until(lambda: service.budget.used == size, "it has what it declared")
-        stub.push(whole(), timeout=60)
-        assert pushed.code() == grpc.StatusCode.CANCELLED
-        assert isinstance(from_rpc(pushed.exception(), "ps 0"), UnavailableError), "its client tries again"
-        pulled = stub.pull(read, timeout=60)
-        next(pulled)
-        until(lambda: service.budget.used, "it reads")
-        until(lambda: not service.budget.used, "it was ended")
-        assert sum(len(unpack(data, ps_pb2.Reply)[1]) for data in stub.pull(read, timeout=60)) == size
-        over.set()
-    server.stop(0).wait()
+    with ThreadPoolExecutor(4) as pool:
+        server = grpc.server(pool, options=SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((generic_handler(SERVICE, service),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.max_receive_message_length", -1)]) as channel:
+            stub = Stub(channel, SERVICE)
+            pushed = stub.push.future(still(), timeout=60)
+            until(lambda: service.budget.used == size, "it has what it declared")
+            stub.push(whole(), timeout=60)
+            assert pushed.code() == grpc.StatusCode.CANCELLED
+            assert isinstance(from_rpc(pushed.exception(), "ps 0"), UnavailableError), "its client tries again"
+            pulled = stub.pull(read, timeout=60)
+            next(pulled)
+            until(lambda: service.budget.used, "it reads")
+            until(lambda: not service.budget.used, "it was ended")
+            assert sum(len(unpack(data, ps_pb2.Reply)[1]) for data in stub.pull(read, timeout=60)) == size
+            over.set()
+        server.stop(0).wait()
 
 
 def test_large_requests_beyond_the_budget() -> None:

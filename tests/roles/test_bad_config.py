@@ -298,11 +298,12 @@ def test_peer_that_is_not_pscluster(name: str, answer: Callable[[socket.socket],
 @pytest.fixture
 def other_grpc() -> Iterator[str]:
     """A gRPC server that knows nothing of pscluster."""
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(0).wait()
+    with futures.ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(0).wait()
 
 
 @pytest.mark.parametrize("name", DIALLERS)

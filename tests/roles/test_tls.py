@@ -427,19 +427,20 @@ def serving(
     interceptors: Sequence[grpc.ServerInterceptor] = (),
 ) -> Iterator[str]:
     """A gRPC server, that is healthy, with whatever is in the folder; None: plain text. Its address."""
-    server = grpc.server(ThreadPoolExecutor(1), interceptors=[*interceptors])
-    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-    if folder is None:
-        port = server.add_insecure_port(address)
-    else:
-        pair = ((folder / "tls.key").read_bytes(), (folder / "tls.crt").read_bytes())
-        root = (folder / "ca.crt").read_bytes() if mutual else None
-        port = server.add_secure_port(address, grpc.ssl_server_credentials([pair], root, mutual))
-    server.start()
-    try:
-        yield f"{address.rpartition(':')[0]}:{port}"
-    finally:
-        server.stop(0).wait()
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool, interceptors=[*interceptors])
+        health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+        if folder is None:
+            port = server.add_insecure_port(address)
+        else:
+            pair = ((folder / "tls.key").read_bytes(), (folder / "tls.crt").read_bytes())
+            root = (folder / "ca.crt").read_bytes() if mutual else None
+            port = server.add_secure_port(address, grpc.ssl_server_credentials([pair], root, mutual))
+        server.start()
+        try:
+            yield f"{address.rpartition(':')[0]}:{port}"
+        finally:
+            server.stop(0).wait()
 
 
 def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
