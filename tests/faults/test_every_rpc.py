@@ -123,6 +123,7 @@ def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Armed]:
 
 def asked(armed: Armed, case: Case) -> None:
     """What only tools call: health."""
+    armed.until_all_live()  # no job before this one has waited for them
     address = armed.cluster.cluster_spec().task_address(case.role, 0)
     healthy, said = is_healthy(address, call_metadata(armed.cluster.token))
     assert healthy is not (case.kind in LOSING), said

@@ -15,7 +15,10 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
 from tests.faults.armed import CUT, Armed, Round, armed_cluster
 from tests.faults.support import PATIENCE
@@ -76,6 +79,24 @@ def test_a_role_refuses_what_is_no_fault() -> None:
     code, output = run("ps", "--durability", "none", config=config, **{VARIABLE: "ps.restore.before=kill@1"})
     assert code == -signal.SIGKILL
     assert "WARNING FAULTS ARE ARMED: this process is going to fail on purpose" in output
+
+
+def test_a_message_that_is_read_behind_its_streams_end(tmp_path: Path) -> None:
+    """A handler's thread may read on when its answers have ended: then no answer is waited for in vain."""
+    path = "/pscluster.v1.Worker/Steps"
+    fault = f"message:{path}=lose_response@2"
+    armed = Faults("worker", fault, str(tmp_path))
+    read: list[Iterator[bytes]] = []
+
+    def steps(requests: Iterator[bytes], _context: object) -> Iterator[bytes]:
+        read.append(requests)
+        yield next(requests)
+
+    handler: Any = grpc.stream_stream_rpc_method_handler(steps)
+    found: Any = armed.interceptor().intercept_service(lambda _: handler, SimpleNamespace(method=path))
+    assert list(found.stream_stream(iter([b"first", b"second"]), object())) == [b"first"]
+    assert next(read[0]) == b"second"
+    assert (tmp_path / f"ended-{parse(fault)[0].name}").read_text().startswith("the stream ended")
 
 
 def test_counts_and_marks(tmp_path: Path) -> None:

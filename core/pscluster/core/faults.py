@@ -399,6 +399,7 @@ class _Messages:
         self._broken = False
         self._dropping = 0  # answers that nobody is to have
         self._losing: Fault | None = None  # with the next answer the stream is lost
+        self._over = False  # requests that came before are read all the same, by a thread of the handler's
         self._in_turn = path.endswith("/Session")  # each request has one answer, in order
 
     def serve(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
@@ -420,10 +421,15 @@ class _Messages:
                         continue
                     yield answer
         finally:
-            if self._losing is not None and not self._broken:
-                self._faults.ended(self._losing, "the stream ended, and no answer came before")
+            self._over = True
+            self._lose_none()
         if self._broken:
             _lost(context)
+
+    def _lose_none(self) -> None:
+        """No answer comes that could be lost."""
+        if self._losing is not None and not self._broken:
+            self._faults.ended(self._losing, "the stream ended, and no answer came before")
 
     def _requests(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         for request in requests:
@@ -436,6 +442,8 @@ class _Messages:
                     return
                 if kind == "lose_response":
                     self._losing = fault
+                    if self._over:  # looked at behind that, as `serve` does the reverse: one of both sees it
+                        self._lose_none()
                 elif kind == "delay":
                     time.sleep(fault.seconds)
                     self._faults.ended(fault, "delivered")
