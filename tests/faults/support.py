@@ -28,7 +28,7 @@ from pscluster.core.tokens import call_metadata
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 
-__all__ = ["PATIENCE", "Job", "RawClient", "gone", "ones", "ready", "running_job", "status", "until"]
+__all__ = ["PATIENCE", "Job", "RawClient", "gone", "ones", "ready", "running_job", "status", "stopped", "until"]
 
 
 def until(predicate: Callable[[], object], what: str, instead: Callable[[], object] = lambda: "") -> None:
@@ -39,12 +39,22 @@ def until(predicate: Callable[[], object], what: str, instead: Callable[[], obje
         time.sleep(0.005)
 
 
+def _state(pid: int) -> str:
+    """The kernel's letter for a process; of one that is no more a zombie's."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
 def gone(pid: int) -> bool:
     """Whether the process has ended (a zombie is one that has)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return _state(pid) == "Z"
+
+
+def stopped(pid: int) -> bool:
+    """Whether the process stands still: a signal that lets it go on is lost if it comes before."""
+    return _state(pid) == "T"
 
 
 def ready(values: Sequence[RemoteValue]) -> int:

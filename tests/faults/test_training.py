@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.faults.armed import armed_cluster
 from tests.faults.steps import wait_for
-from tests.faults.support import PATIENCE, until
+from tests.faults.support import PATIENCE, stopped, until
 from tests.faults.test_coordinator_death import started
 
 from pscluster.coordinator.api import LocalCluster
@@ -150,7 +150,7 @@ def test_the_cluster_is_gone(script: Path, tmp_path: Path, waiting: str, monkeyp
             armed.arm(fault)
         with started(armed.cluster, script, tmp_path, 30, 0, waiting) as first:
             if waiting == "checkpoint":
-                armed.until_struck(fault, calls=False)
+                until(lambda: stopped(first.pid), f"{fault} strikes")
             else:
                 wait_for(str(tmp_path), "enough")
             os.kill(armed.cluster.pids["ps", 0], signal.SIGKILL)
