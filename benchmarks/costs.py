@@ -103,7 +103,7 @@ def queue(n: int) -> dict[str, float]:
                 time.sleep(0.02)
 
         cpu, bytes_each = [], 0.0
-        for number in range(min(7, max(1, 300_000 // n))):
+        for number in range(min(7, max(1, 100_000 // n))):
             gate = os.path.join(directory, f"open-{number}")
             for _ in range(4):
                 coordinator.schedule(hold, args=(gate, QUEUE_SECONDS))

@@ -555,6 +555,10 @@ COSTS = (
 )
 
 
+SLOW_COSTS = tuple(key for key in COSTS if key not in ("cost-workers", "cost-lookup", "cost-unchanged"))
+"""Left out of the quick run, unless they are named."""
+
+
 def main() -> int:
     groups = [_dispatch_rows() + _dense_rows() + _sparse_rows() + _loop_rows(), _single_rows()]
     keys = [row.key for rows in groups for row in rows] + list(COSTS)
@@ -570,7 +574,7 @@ def main() -> int:
     out = options.out or (None if options.quick or options.only else REPO / "docs" / "benchmarks.md")
 
     def wanted(key: str) -> bool:
-        return not options.only or key in options.only
+        return key in options.only if options.only else not (options.quick and key in SLOW_COSTS)
 
     begin, measured = time.monotonic(), commit()  # now: the tree may go on while this runs
     adopt_orphans()
