@@ -71,7 +71,7 @@ def _nothing() -> None:
     pass
 
 
-def dispatch(workers: int, n: int, rounds: int = 7) -> dict[str, float]:
+def dispatch(workers: int, n: int) -> dict[str, float]:
     """CPU of the coordinator's process for one empty function, and functions a second: the middle one of the rounds."""
     with cluster_of(1, workers) as (_, _, coordinator):
 
@@ -83,7 +83,7 @@ def dispatch(workers: int, n: int, rounds: int = 7) -> dict[str, float]:
         for _ in range(2):
             work()
         cpu, seconds = [], []
-        for _ in range(rounds):
+        for _ in range(7):
             begin = time.process_time()
             seconds.append(timed(work))
             cpu.append(time.process_time() - begin)

@@ -13,9 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import hypothesis
 import pytest
 
@@ -161,6 +164,17 @@ def is_free(address: str) -> bool:
         except OSError:
             return False
     return True
+
+
+@contextmanager
+def grpc_server(threads: int, **settings: Any) -> Iterator[grpc.Server]:
+    """A gRPC server, to be started; it and its threads end with the block, not with the garbage collector."""
+    with ThreadPoolExecutor(threads) as pool:
+        server = grpc.server(pool, **settings)
+        try:
+            yield server
+        finally:
+            server.stop(0).wait()
 
 
 def run_cluster(num_ps: int, num_workers: int) -> Iterator[LocalCluster]:

@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
+from tests.conftest import grpc_server
 
 from pscluster.core import streams
 from pscluster.core.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
@@ -45,13 +45,11 @@ def session(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterato
 def server() -> Iterator[str]:
     """Where a server listens."""
     handlers: Any = {"Session": grpc.stream_stream_rpc_method_handler(session)}
-    with ThreadPoolExecutor(300) as pool:
-        running = grpc.server(pool, options=SERVER_OPTIONS)
+    with grpc_server(300, options=SERVER_OPTIONS) as running:
         running.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", handlers),))
         address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
         running.start()
         yield address
-        running.stop(0).wait()
 
 
 @pytest.fixture

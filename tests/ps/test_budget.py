@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import OpenCall, until
+from tests.conftest import OpenCall, grpc_server, until
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.core.channels import SERVER_OPTIONS
@@ -128,8 +127,7 @@ def test_who_stands_still_makes_room() -> None:
         yield pack(create, [bytes(1 << 20)])
         yield pack(ps_pb2.Request(last=True), [bytes(size - (1 << 20))])
 
-    with ThreadPoolExecutor(4) as pool:
-        server = grpc.server(pool, options=SERVER_OPTIONS)
+    with grpc_server(4, options=SERVER_OPTIONS) as server:
         server.add_generic_rpc_handlers((generic_handler(SERVICE, service),))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
@@ -146,7 +144,6 @@ def test_who_stands_still_makes_room() -> None:
             until(lambda: not service.budget.used, "it was ended")
             assert sum(len(unpack(data, ps_pb2.Reply)[1]) for data in stub.pull(read, timeout=60)) == size
             over.set()
-        server.stop(0).wait()
 
 
 def test_large_requests_beyond_the_budget() -> None:

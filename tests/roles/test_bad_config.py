@@ -9,11 +9,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from pathlib import Path
 
-import grpc
 import pytest
+from tests.conftest import grpc_server
 from tests.roles.processes import (
     DONE,
     IDLE,
@@ -298,12 +297,10 @@ def test_peer_that_is_not_pscluster(name: str, answer: Callable[[socket.socket],
 @pytest.fixture
 def other_grpc() -> Iterator[str]:
     """A gRPC server that knows nothing of pscluster."""
-    with futures.ThreadPoolExecutor(2) as pool:
-        server = grpc.server(pool)
+    with grpc_server(2) as server:
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         yield f"127.0.0.1:{port}"
-        server.stop(0).wait()
 
 
 @pytest.mark.parametrize("name", DIALLERS)

@@ -8,7 +8,6 @@ import ssl
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 from cryptography import x509
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from tests.conftest import OpenCall, until
+from tests.conftest import OpenCall, grpc_server, until
 from tests.roles.processes import (
     DONE,
     HELD,
@@ -427,8 +426,7 @@ def serving(
     interceptors: Sequence[grpc.ServerInterceptor] = (),
 ) -> Iterator[str]:
     """A gRPC server, that is healthy, with whatever is in the folder; None: plain text. Its address."""
-    with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool, interceptors=[*interceptors])
+    with grpc_server(1, interceptors=[*interceptors]) as server:
         health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
         if folder is None:
             port = server.add_insecure_port(address)
@@ -437,10 +435,7 @@ def serving(
             root = (folder / "ca.crt").read_bytes() if mutual else None
             port = server.add_secure_port(address, grpc.ssl_server_credentials([pair], root, mutual))
         server.start()
-        try:
-            yield f"{address.rpartition(':')[0]}:{port}"
-        finally:
-            server.stop(0).wait()
+        yield f"{address.rpartition(':')[0]}:{port}"
 
 
 def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
