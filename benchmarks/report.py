@@ -117,7 +117,8 @@ TensorFlow's functions are traced by then.
   worker to each server, with nothing around it (`socket_side.py`) but the row's arithmetic: no variables, no checks, no
   once-only updates, nothing kept for a restart, and memory that is warm and the same each time. A dense push is added,
   by NumPy, once it has all come; an assignment goes to its place as it comes; rows are updated by Adagrad where the row
-  says so. For "schedule to fetch" it is a byte there and back, no queue and no function.
+  says so. For "schedule to fetch" it is a byte there and back, no queue and no function. Its connections have what the
+  kernel gives them; beside it the same socket has the settings of our data plane (`tuned_socket_side.py`).
 - **Bare gRPC** is the same by Python's gRPC (`grpc_side.py`). Ours goes over its data plane; see
   [Performance](performance.md#the-data-plane).
 - Nothing is kept by clients (`PSCLUSTER_KEEP_MIB=0`), but where the row says so: rows are about moving bytes.

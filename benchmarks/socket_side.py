@@ -10,7 +10,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import bare
@@ -29,9 +30,16 @@ def _receive(connection: socket.socket, into: memoryview) -> bool:
     return True
 
 
+Prepare = Callable[[socket.socket], object]
+
+
+def prompt(connected: socket.socket) -> None:
+    """A connection that sends at once, else as the kernel sets it."""
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 def _serve(connection: socket.socket, data: bare.Data) -> None:
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     head, request = memoryview(bytearray(_HEAD.size)), memoryview(bytearray())
     while _receive(connection, head):
         kind, size = _HEAD.unpack(head)
@@ -56,23 +64,24 @@ def _serve(connection: socket.socket, data: bare.Data) -> None:
             connection.sendall(answer)
 
 
-def server(data: bare.Data) -> None:
+def _server(prepare: Prepare, data: bare.Data) -> None:
     """Answer until killed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         while True:
             connection, _ = listener.accept()
+            prepare(connection)
             threading.Thread(target=_serve, args=(connection, data), daemon=True).start()
 
 
-class Client(bare.Client):
+class _Client(bare.Client):
     """Over sockets."""
 
-    def __init__(self, ports: Sequence[int]) -> None:
+    def __init__(self, prepare: Prepare, ports: Sequence[int]) -> None:
         super().__init__(len(ports))
         self._connections = [socket.create_connection(("127.0.0.1", port), timeout=60) for port in ports]
         for connection in self._connections:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prepare(connection)
 
     def pull(self, size: int) -> None:
         part = size // self._servers
@@ -92,12 +101,11 @@ class Client(bare.Client):
 
     def _give(self, what: int, size: int) -> None:
         part = size // self._servers
-        values = self.warm(part)
 
         def give(server: int) -> None:
             connection = self._connections[server]
             connection.sendall(_HEAD.pack(what, part))
-            connection.sendall(values)
+            connection.sendall(self.warm(part, server))
             assert connection.recv(1) == b"!"
 
         self.on_each(give)
@@ -118,5 +126,10 @@ class Client(bare.Client):
         return answers
 
 
+def main(script: str, prepare: Prepare) -> None:
+    """What a side of sockets is, by how its connections are set."""
+    bare.main(script, partial(_server, prepare), partial(_Client, prepare), lambda: {"python": sys.version.split()[0]})
+
+
 if __name__ == "__main__":
-    bare.main(__file__, server, Client, lambda: {"python": sys.version.split()[0]})
+    main(__file__, prompt)

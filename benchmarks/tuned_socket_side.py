@@ -1,0 +1,10 @@
+"""The limit of what Python can do: `socket_side`, with connections set as those of our data plane are."""
+
+from __future__ import annotations
+
+import socket_side
+
+from pscluster.core.data_plane.connection import tuned
+
+if __name__ == "__main__":
+    socket_side.main(__file__, tuned)
