@@ -93,7 +93,7 @@ DISPATCH_GOALS = (((TENSORFLOW,), 20.0), ((RAY, TORCH), 3.0))
 
 def _dispatch_rows() -> list[Row]:
     n = {OURS: 20_000, TENSORFLOW: 1_000, RAY: 4_000, TORCH: 8_000, DASK: 500}
-    few = {OURS: 500, TENSORFLOW: 200, RAY: 500, TORCH: 500, DASK: 50, BARE: 500, SOCKET: 500}
+    few = {OURS: 2_000, TENSORFLOW: 500, RAY: 1_000, TORCH: 2_000, DASK: 100, BARE: 2_000, SOCKET: 2_000}
     latency = (((TENSORFLOW,), 6.0),)
     return [
         Row("empty", "empty functions", "/s", "empty", n, DISPATCH_GOALS, _rate(1), {"result": False}),
