@@ -12,18 +12,17 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.conftest import PATIENCE, until
+from tests.faults.support import gone
 
 from pscluster.coordinator.local_cluster import LocalCluster, LocalClusterError
 from pscluster.coordinator.run import run_script
 from pscluster.core.cluster import TFConfig, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, MisuseError, WaitTimeoutError
-
-PATIENCE = 30.0
 
 # Behaves as the roles' contract says, and obeys a line sent to its port. What it does it writes to a diary.
 ROLE = """
@@ -109,24 +108,6 @@ finally:
                 except ConnectionResetError:
                     break
 """
-
-
-def until(predicate: Callable[[], object], what: str) -> None:
-    """Wait until the predicate holds."""
-    deadline = time.monotonic() + PATIENCE
-    while not predicate():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
-        time.sleep(0.005)
-
-
-def gone(pid: int) -> bool:
-    """Whether there is no process of that id, or only a zombie that some other process has to reap."""
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ProcessLookupError, FileNotFoundError):
-        return True
-    return state == "Z"
 
 
 class House:

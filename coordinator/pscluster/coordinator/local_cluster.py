@@ -19,7 +19,8 @@ at every change; processes are started, and logs written, outside of it.
 
 What may be lost: of a parameter server that dies what `durability` says, of a worker the functions in flight,
 which the coordinator hands out anew. When this process dies, however it does, the children see the end of their
-standard input and stop in order by themselves; only one that hangs at that very moment stays behind.
+standard input and stop in order by themselves; only one that hangs at that very moment stays behind. What was kept
+on disk for it goes when the next cluster starts; see `own_folder.py`.
 
 What a role starts dies with it: each role leads a process group, and what is left of the group when the role
 has died is killed, lest a data loader that inherited the listening socket takes the connections of the next
@@ -34,12 +35,10 @@ import logging
 import os
 import queue
 import random
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -48,6 +47,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pscluster.coordinator.own_folder import OwnFolder
 from pscluster.coordinator.supervisor import (
     Action,
     Event,
@@ -226,7 +226,7 @@ class LocalCluster(ClusterResolver):
                 cwd, script and os.path.dirname(os.path.abspath(script))
             )
         self._state_dir = None if state_dir is None else os.path.abspath(state_dir)
-        self._own_state_dir = ""  # to be removed
+        self._own_folder: OwnFolder | None = None  # to be removed
         self._cwd = cwd
         self._command = _command
         self._on_failure = _on_failure
@@ -264,12 +264,12 @@ class LocalCluster(ClusterResolver):
                 raise MisuseError("this LocalCluster has been stopped; make a new one")
             if self._monitor is not None:
                 return self
-            self._reserve_ports()
-            if self._state_dir is None:
-                self._state_dir = self._own_state_dir = tempfile.mkdtemp(prefix="pscluster-state-")
-            self._env[STATE_VARIABLE] = self._state_dir
-            if self._wants_tls:
-                self._make_certificates()
+            try:
+                self._reserve_ports()
+                self._make_own_folder()
+            except BaseException:
+                self._let_go()
+                raise
             self._owner = os.getpid()
             # A daemon, so that an interpreter that exits gets to its atexit handlers, which stop it.
             self._monitor = threading.Thread(target=self._run, name="local-cluster-monitor", daemon=True)
@@ -284,10 +284,18 @@ class LocalCluster(ClusterResolver):
             raise
         return self
 
-    def _make_certificates(self) -> None:
+    def _make_own_folder(self) -> None:
+        state_dir = self._state_dir
+        if state_dir is None or self._wants_tls:
+            own = self._own_folder = OwnFolder()
+            if self._wants_tls:
+                self._make_certificates(own.path / "tls")
+            state_dir = state_dir or str(own.path / "state")
+        self._env[STATE_VARIABLE] = state_dir
+
+    def _make_certificates(self, folder: Path) -> None:
         from pscluster.core.certificates import make_certificates  # takes longer to import than most clusters need it
 
-        folder = Path(tempfile.mkdtemp(prefix="pscluster-tls-"))
         self.tls_folder = str(folder)
         make_certificates(folder, [self._host])
         self.tls = load_tls("coordinator", folder)
@@ -620,14 +628,18 @@ class LocalCluster(ClusterResolver):
                     os.kill(process.pid, signal.SIGKILL)
         for waiter in self._waiters.values():
             waiter.join()
-        for reserved in self._reserved.values():
-            reserved.close()
-        for folder in (self._own_state_dir, self.tls_folder):
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
+        self._let_go()
         with self._changed:
             self._ended.set()
             self._changed.notify_all()
+
+    def _let_go(self) -> None:
+        """Of the ports, and of what is on disk."""
+        for reserved in self._reserved.values():
+            reserved.close()
+        own, self._own_folder = self._own_folder, None
+        if own is not None:
+            own.remove()
 
 
 def child_environ(env: Mapping[str, str], tf_config: str, token: str, tls_folder: str = "") -> dict[str, str]:
