@@ -282,7 +282,7 @@ class Bench:
         cpu: dict[str, list[float]] = {name: [] for name in mine}
         for number in range(self.rounds + 1):
             for name, side in list(mine.items()):
-                full = max(2, row.n[name] // 3) if self.quick else row.n[name]
+                full = max(2, row.n[name] // 5) if self.quick else row.n[name]
                 n = full if number else min(full, 4)  # the first time does not count
                 before, cpu_before = side.loopback_bytes(), side.cpu_seconds()
                 try:
