@@ -113,12 +113,12 @@ TensorFlow's functions are traced by then.
 - **Training loop**: an epoch of `fit` over data of each worker's own, each step a multiplication of two matrices;
   beside it functions that TensorFlow's coordinator schedules, joins and fetches, of one step each, or 16 in a loop.
 - **One client, one server**: a worker reads or assigns one tensor.
-- **The raw socket** is the limit: the same bytes between as many servers and workers, over a Python socket from each
+- **The raw socket**: the same bytes between as many servers and workers, over a Python socket from each
   worker to each server, with nothing around it (`socket_side.py`) but the row's arithmetic: no variables, no checks, no
   once-only updates, nothing kept for a restart, and memory that is warm and the same each time. A dense push is added,
   by NumPy, once it has all come; an assignment goes to its place as it comes; rows are updated by Adagrad where the row
-  says so. For "schedule to fetch" it is a byte there and back, no queue and no function. Its connections have what the
-  kernel gives them; beside it the same socket has the settings of our data plane (`tuned_socket_side.py`).
+  says so. For "schedule to fetch" it is a byte there and back, no queue and no function. Its connections are as the
+  kernel sets them; with the settings of our data plane (`tuned_socket_side.py`) it is the limit of what Python can do.
 - **Bare gRPC** is the same by Python's gRPC (`grpc_side.py`). Ours goes over its data plane; see
   [Performance](performance.md#the-data-plane).
 - Nothing is kept by clients (`PSCLUSTER_KEEP_MIB=0`), but where the row says so: rows are about moving bytes.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,7 @@ import pytest
 from tests.conftest import until
 from tests.faults.support import gone
 
+from pscluster.coordinator import own_folder
 from pscluster.coordinator.local_cluster import LocalCluster
 from pscluster.coordinator.own_folder import OwnFolder
 from pscluster.core.errors import ConfigurationError
@@ -36,10 +39,11 @@ ONE_OF_MANY = """
 import os, random
 from pscluster.coordinator.own_folder import OwnFolder
 
-for _ in range(60):
+for _ in range(500):
     folder = OwnFolder()
-    (folder.path / "mine").touch()
-    assert sorted(os.listdir(folder.path)) == ["mine", "owner.lock"]
+    folder.state.mkdir()
+    (folder.state / "mine").touch()
+    assert (folder.state / "mine").exists()
     if random.random() < 0.5:
         folder.remove()
     else:
@@ -67,6 +71,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
+
+
+def left_folder(place: Path) -> Path:
+    """Of a server, in what an owner has left."""
+    server = place / "pscluster-local-abcd1237.tmp" / "state" / "ps-0"
+    server.mkdir(parents=True)
+    (server.parents[1] / ".tls.0123abcd").mkdir()  # it died while it made certificates
+    return server
 
 
 def started(code: str) -> subprocess.Popen[str]:
@@ -122,29 +134,92 @@ def test_a_server_that_still_saves_is_waited_for(place: Path, owner: tuple[subpr
     assert not list(place.iterdir())
 
 
-def test_what_is_not_ours_stays(place: Path) -> None:
+@pytest.mark.timeout(60)
+def test_a_server_that_begins_during_a_sweep(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner starts it, and dies, just before the sweep has the owner's lock."""
+    server = left_folder(place)
+    taken, others = own_folder._taken, list[int]()
+
+    def late(lock: int) -> bool:
+        if not others:
+            others.append(os.open(server / "lock", os.O_RDWR | os.O_CREAT))
+            assert taken(others[0])
+        return taken(lock)
+
+    monkeypatch.setattr(own_folder, "_taken", late)
+    own_folder._sweep(place)
+    assert (server / "lock").exists()
+    os.close(others[0])
+    own_folder._sweep(place)
+    assert not list(place.iterdir())
+
+
+def test_a_sweep_that_comes_before_the_owner_has_the_lock(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, seen = own_folder._taken, list[Path]()
+
+    def late(lock: int) -> bool:
+        if not seen:
+            seen.extend(place.iterdir())
+            own_folder._sweep(place)
+        return taken(lock)
+
+    monkeypatch.setattr(own_folder, "_taken", late)
+    mine = OwnFolder()
+    assert list(place.iterdir()) == [mine.path] != seen
+    own_folder._sweep(place)
+    assert list(place.iterdir()) == [mine.path]
+    mine.remove()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EBADF])
+def test_where_there_are_no_locks(place: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(_lock: int, _how: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    mine, other = OwnFolder(), OwnFolder()
+    assert sorted(place.iterdir()) == sorted([mine.path, other.path])
+    mine.remove()
+    other.remove()
+    assert not list(place.iterdir())
+
+
+def test_what_is_not_ours_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = place / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "owner.lock").touch()
-    (elsewhere / "precious").touch()
-    (place / "pscluster-local-link").symlink_to(elsewhere)
-    (place / "pscluster-local-young").mkdir()  # its owner has not made the lock yet
-    (place / "pscluster-local-file").touch()
+    (elsewhere / "state").mkdir(parents=True)
+    (place / "pscluster-local-abcd1234.tmp").symlink_to(elsewhere)
+    (place / "pscluster-local-abcd1235.tmp").touch()
+    (place / "pscluster-local-mine" / "state").mkdir(parents=True)
+    (place / "pscluster-local-abcd1236.tmp" / "state").mkdir(parents=True)
+    (place / "pscluster-local-abcd1236.tmp" / "thesis.txt").touch()
     before = sorted(place.rglob("*"))
-    OwnFolder().remove()
+    own_folder._sweep(place)
     assert sorted(place.rglob("*")) == before
+
+    theirs, me = left_folder(place), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    own_folder._sweep(place)
+    assert theirs.exists()
 
 
 def test_links_in_what_is_left_are_not_followed(place: Path) -> None:
     (place / "precious").mkdir()
     (place / "precious" / "data").touch()
-    left = place / "pscluster-local-left"
-    left.mkdir()
-    (left / "owner.lock").touch()
-    (left / "link").symlink_to(place / "precious")
-    OwnFolder().remove()
-    assert not left.exists()
-    assert (place / "precious" / "data").exists()
+    (left_folder(place) / "link").symlink_to(place / "precious")
+    own_folder._sweep(place)
+    assert sorted(place.rglob("*")) == [place / "precious", place / "precious" / "data"]
+
+
+def test_what_could_not_be_removed_is_removed_later(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = OwnFolder()
+    left_folder(place)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda _path, ignore_errors: None)
+        mine.remove()
+        own_folder._sweep(place)
+        assert len(list(place.iterdir())) == 2
+    own_folder._sweep(place)
+    assert not list(place.iterdir())
 
 
 @pytest.mark.timeout(120)
@@ -153,17 +228,17 @@ def test_many_at_once(place: Path) -> None:
     assert [process.wait() for process in processes] == [0] * 4
     for process in processes:
         process.communicate()
-    OwnFolder().remove()
-    assert not [*place.glob("*/owner.lock")]
+    own_folder._sweep(place)
+    assert not list(place.iterdir())
 
 
 def test_no_place_for_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(place / "nowhere"))
-    with pytest.raises(ConfigurationError, match=r"nowhere.*have TMPDIR name a directory that can be written"):
+    with pytest.raises(ConfigurationError, match=r"No such file.*nowhere.*have TMPDIR name a directory where"):
         LocalCluster(1, 1).start()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     with LocalCluster(1, 1, log_level="ERROR"):
-        assert [*place.glob("pscluster-local-*/owner.lock")]
+        assert list(place.glob("pscluster-local-*"))
     assert not list(place.iterdir())
 
 

@@ -289,8 +289,8 @@ class LocalCluster(ClusterResolver):
         if state_dir is None or self._wants_tls:
             own = self._own_folder = OwnFolder()
             if self._wants_tls:
-                self._make_certificates(own.path / "tls")
-            state_dir = state_dir or str(own.path / "state")
+                self._make_certificates(own.tls)
+            state_dir = state_dir or str(own.state)
         self._env[STATE_VARIABLE] = state_dir
 
     def _make_certificates(self, folder: Path) -> None:

@@ -1,13 +1,14 @@
-"""A temporary folder for what is of no use without the process that made it.
+"""A local cluster's temporary folder, for what is of no use without the process that made it.
 
-Its owner holds a lock on a file in it, and removes it at its end. Who dies without (SIGKILL, no memory left) leaves it
-behind, with as much as all variables take: the next owner of such a folder in the same place removes it.
+Its owner holds a lock on it, and removes it at its end. Who dies without (SIGKILL, no memory left) leaves it behind,
+with as much as all variables take: the next owner of such a folder in the same place removes it.
 
-    owner    makes the folder, then the file, then takes its lock; if a sweep came first, it makes another folder
-    sweep    takes the lock of a folder, without waiting; leaves it where somebody still holds a lock in it (a server
-             that saves last of all); removes the file last, so that a sweep that dies is made up for by the next
+    owner    makes the folder, then takes its lock; if a sweep came first, it makes another one
+    sweep    takes the lock of a folder, without waiting; then looks whether somebody still holds a lock in it (a
+             server that saves last of all), and leaves it then; what it does not get to, the next one does
 
-What has no such file is left alone: it is not ours, or is being made.
+The lock is the directory's own: no file that a cleaner of old files could take away, and systemd's leaves a directory
+with a lock alone. On file systems without locks nobody sweeps.
 """
 
 from __future__ import annotations
@@ -15,80 +16,104 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
 from pscluster.core.errors import ConfigurationError
 
-_PREFIX = "pscluster-local-"
-_OWNER = "owner.lock"
+_PREFIX, _SUFFIX = "pscluster-local-", ".tmp"
+_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}\{_SUFFIX}")  # as `mkdtemp` makes them
+_CHILD = re.compile(r"state|tls|\.tls\.\w+")  # the last is what becomes `tls` when it is whole
+_TRIES = 100  # a sweep comes first once in a blue moon
 
 
 class OwnFolder:
     """A folder of this process; `remove` ends it.
+
+    Attributes:
+        path: the folder.
+        state: where servers may keep their state, not made yet.
+        tls: where certificates may be made.
 
     Raises:
         ConfigurationError: none can be made.
     """
 
     def __init__(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # what is wrong there is said below
             _sweep(Path(tempfile.gettempdir()))
-            while (lock := self._made()) is None:
-                pass
+        try:
+            for _ in range(_TRIES):
+                if self._make():
+                    break
+            else:
+                raise OSError(f"{self.path} was removed by somebody")
         except OSError as error:
             raise ConfigurationError(
-                f"no temporary folder can be made for the cluster's files ({error}): have TMPDIR name a directory that "
-                "can be written"
+                f"no temporary folder can be made for the cluster's files: {error}; mend that, or have TMPDIR name a "
+                "directory where it is possible"
             ) from None
-        self._lock = lock
+        self.state, self.tls = self.path / "state", self.path / "tls"
 
-    def _made(self) -> int | None:
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        lock = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if _taken(lock) and os.fstat(lock).st_nlink:
-            return lock
-        os.close(lock)
-        return None
+    def _make(self) -> bool:
+        """False if a sweep came first."""
+        self.path = Path(tempfile.mkdtemp(_SUFFIX, _PREFIX))
+        try:
+            self._lock = _opened(self.path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            self.path.rmdir()
+            raise
+        with contextlib.suppress(OSError):  # a file system without locks
+            if not (_taken(self._lock) and os.fstat(self._lock).st_nlink):
+                os.close(self._lock)
+                return False
+        return True
 
     def remove(self) -> None:
         """With all that is in it. What can't be removed now, the next owner of such a folder removes."""
-        _remove(self.path)
-        os.close(self._lock)
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a script that closes descriptors that are not its own
+            os.close(self._lock)
+
+
+def _opened(path: Path, kind: int = os.O_DIRECTORY) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | kind)
 
 
 def _taken(lock: int) -> bool:
+    """False if another process has it. OSError if it can't be told."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
     return True
 
 
 def _sweep(place: Path) -> None:
     """Remove what owners have left behind."""
-    for folder in place.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # another one sweeps, too
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            for path in (folder / _OWNER, *folder.rglob("lock")):
-                lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                stack.callback(os.close, lock)
-                if not _taken(lock):
-                    break
-            else:
-                _remove(folder)
+    for folder in place.iterdir():
+        # Another one may sweep, too; what is no folder, or not to be opened, is not ours.
+        with contextlib.suppress(OSError), contextlib.ExitStack() as locks:
+            if _NAME.fullmatch(folder.name) and _is_left(folder, locks):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove(folder: Path) -> None:
-    """As far as it can be; the lock's file only if nothing else is left."""
-    with contextlib.suppress(OSError):
-        for child in folder.iterdir():
-            if child.is_dir() and not child.is_symlink():
-                shutil.rmtree(child, ignore_errors=True)
-            elif child.name != _OWNER:
-                child.unlink()
-        if len(list(folder.iterdir())) == 1:
-            (folder / _OWNER).unlink()
-            folder.rmdir()
+def _is_left(folder: Path, locks: contextlib.ExitStack) -> bool:
+    """Is it ours, and does nobody use it any more? Then nobody can before the locks are given back."""
+
+    def take(path: Path, kind: int) -> bool:
+        lock = _opened(path, kind)
+        locks.callback(os.close, lock)
+        return _taken(lock)
+
+    return (
+        folder.stat(follow_symlinks=False).st_uid == os.getuid()
+        and take(folder, os.O_DIRECTORY)
+        and all(_CHILD.fullmatch(child.name) for child in folder.iterdir())
+        # The servers' locks are looked for now that there is no owner who could start one.
+        and all(take(path, 0) for path in folder.rglob("lock"))
+    )
