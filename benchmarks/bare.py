@@ -124,7 +124,7 @@ class Client(ABC):
         else:
             list(self._threads.map(work, range(self._servers)))
 
-    def warm(self, size: int, server: int = 0) -> Any:
+    def warm(self, size: int, server: int) -> Any:
         """Bytes that are kept for the next time, of each server other ones."""
         import numpy as np
 

@@ -95,14 +95,14 @@ class Client(bare.Client):
 
     def _give(self, method: str, size: int) -> None:
         part = size // self._servers
-        values = self.warm(part)
 
-        def frames() -> Iterator[bytes]:
+        def frames(server: int) -> Iterator[bytes]:
+            values = self.warm(part, server)
             yield str(part).encode()
             for at in range(0, part, FRAME):
                 yield bytes(values[at : at + FRAME])
 
-        self.on_each(lambda server: self._channels[server].stream_unary(method)(frames()))
+        self.on_each(lambda server: self._channels[server].stream_unary(method)(frames(server)))
 
     def exchange(self, requests: Sequence[bare.Parts]) -> list[Any]:
         for session, request in zip(self._sessions, requests, strict=True):

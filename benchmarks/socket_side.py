@@ -33,7 +33,7 @@ def _receive(connection: socket.socket, into: memoryview) -> bool:
 Prepare = Callable[[socket.socket], object]
 
 
-def prompt(connected: socket.socket) -> None:
+def _prompt(connected: socket.socket) -> None:
     """A connection that sends at once, else as the kernel sets it."""
     connected.settimeout(None)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -132,4 +132,4 @@ def main(script: str, prepare: Prepare) -> None:
 
 
 if __name__ == "__main__":
-    main(__file__, prompt)
+    main(__file__, _prompt)

@@ -24,7 +24,7 @@ from pathlib import Path
 from pscluster.core.errors import ConfigurationError
 
 _PREFIX, _SUFFIX = "pscluster-local-", ".tmp"
-_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}\{_SUFFIX}")  # as `mkdtemp` makes them
+_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}{re.escape(_SUFFIX)}")  # as `mkdtemp` makes them
 _CHILD = re.compile(r"state|tls|\.tls\.\w+")  # the last is what becomes `tls` when it is whole
 _TRIES = 100  # a sweep comes first once in a blue moon
 
@@ -45,10 +45,7 @@ class OwnFolder:
         with contextlib.suppress(OSError):  # what is wrong there is said below
             _sweep(Path(tempfile.gettempdir()))
         try:
-            for _ in range(_TRIES):
-                if self._make():
-                    break
-            else:
+            if not any(self._make() for _ in range(_TRIES)):
                 raise OSError(f"{self.path} was removed by somebody")
         except OSError as error:
             raise ConfigurationError(
