@@ -239,6 +239,43 @@ def healing(mib: int, durability: str) -> dict[str, float]:
         return {"whole": statistics.median(whole), "serving": statistics.median(serving)}
 
 
+def starts(role: str, n: int, busy: int) -> dict[str, float]:
+    """Seconds from the start of a worker's or server's process to the end of the first function, beside busy loops.
+
+    The launcher's own pause between restarts, which grows with their number, is left out: every other start is one that
+    was asked for, which gives the task its restarts back.
+    """
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    try:
+        with (
+            LocalCluster(1, 1, env=THREADS, log_level="ERROR") as cluster,
+            ParameterServerStrategy(cluster) as strategy,
+        ):
+            with strategy.scope():
+                count = Variable(np.zeros(1, np.int64))
+            coordinator = ClusterCoordinator(strategy)
+
+            def step() -> None:
+                count.assign_add(np.ones(1, np.int64))
+
+            coordinator.schedule(step).fetch()
+            found = []
+            for number in range(n):
+                if number % 2:
+                    cluster.restart(role, 0)
+                else:
+                    cluster.wait_restarted(role, 0, cluster.kill(role, 0))
+                begin = time.monotonic()
+                coordinator.schedule(step).fetch()
+                found.append(time.monotonic() - begin)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    found.sort()
+    return {"median": statistics.median(found), "p95": found[math.ceil(0.95 * n) - 1], "most": found[-1]}
+
+
 def iter_ones(shape: tuple[int, ...]) -> Iterator[Any]:
     """The same array again and again."""
     ones = np.ones(shape, np.float32)
@@ -514,7 +551,7 @@ def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[st
             clusters[name] = ways(coordinator, strategy)
             if name == "on":
                 page = stack.enter_context(Dashboard(coordinator, "127.0.0.1:0")).url
-                replies = [ask(peer, strategy.metadata) for peer in strategy.tasks]
+                replies = [ask(peer) for peer in strategy.tasks]
                 assert not any(isinstance(reply, str) for reply in replies), replies
                 addresses = [strategy.metrics_address, *(reply.metrics_address for reply in replies)]
                 pids = [os.getpid(), *cluster.pids.values()]
@@ -648,6 +685,7 @@ def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
         unchanged,
         pushes,
         healing,
+        starts,
         data_path,
         packing,
         telemetry,

@@ -457,6 +457,25 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
                 max(each["serving"] for each in answers.values()) <= 1.0,
             ),
         )
+    if wanted("cost-starts"):
+        n = 10 if quick else 50
+        cases = {
+            f"a {name}": {"role": role, "n": n, "busy": 2} for role, name in (("worker", "worker"), ("ps", "server"))
+        }
+        bench.cost(
+            f"from a process's start to the first function, {n} starts beside two busy loops",
+            "95 % within 2 s",
+            "starts",
+            cases,
+            lambda answers: (
+                ", ".join(
+                    f"{who}: median {each['median']:.2f} s, 95 % within {each['p95']:.2f} s, "
+                    f"at most {each['most']:.2f} s"
+                    for who, each in answers.items()
+                ),
+                max(each["p95"] for each in answers.values()) <= 2.0,
+            ),
+        )
     if wanted("cost-data"):
 
         def kept(answers: dict[str, dict[str, dict[str, float]]]) -> tuple[str, bool]:
@@ -550,6 +569,7 @@ COSTS = (
     "cost-unchanged",
     "cost-durability",
     "cost-healing",
+    "cost-starts",
     "cost-data",
     "cost-packing",
     "cost-telemetry",

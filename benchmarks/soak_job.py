@@ -40,7 +40,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.health import is_healthy
-from pscluster.core.tokens import call_metadata, load_token
+from pscluster.core.tokens import load_token
 
 ROWS, WIDTH = 50_000, 32
 LARGE = 2_200_000  # elements: 4.2 MiB a shard, so that requests are streamed, and copies kept
@@ -73,7 +73,7 @@ class Load:
         self._saving: Future[str] | None = None
         spec = TFConfigClusterResolver().cluster_spec()
         self._addresses = [spec.task_address(job, index) for job in spec.jobs for index in spec.task_indices(job)]
-        self._metadata = call_metadata(load_token(None))
+        self._token = load_token(None)
         self._make_steps()
         self._data = iter(self._coordinator.create_per_worker_dataset(self._examples))
 
@@ -231,7 +231,7 @@ class Load:
         self._strategy.lost_updates()
         self._coordinator.explain()
         for address in self._addresses:  # a connection each; one that is being restarted does not answer
-            self.done["health checks"] += is_healthy(address, self._metadata)[0]
+            self.done["health checks"] += is_healthy(address, self._token)[0]
 
     def _save(self, number: int) -> None:
         self._settle()

@@ -28,7 +28,6 @@ from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterSer
 from pscluster.core.channels import NODE_SERVICE, open_channel  # noqa: E402
 from pscluster.core.limits import raise_descriptor_limit  # noqa: E402
 from pscluster.core.rpc import Stub  # noqa: E402
-from pscluster.core.tokens import call_metadata  # noqa: E402
 from pscluster.v1 import node_pb2  # noqa: E402
 
 SECONDS = 5.0
@@ -73,11 +72,9 @@ def main() -> None:
             began, tries = time.monotonic(), 0
             while True:
                 tries += 1
-                channel = open_channel(address)
+                channel = open_channel(address, None, cluster.token)
                 try:
-                    Stub(channel, NODE_SERVICE).status(
-                        node_pb2.StatusRequest(), metadata=call_metadata(cluster.token), timeout=5
-                    )
+                    Stub(channel, NODE_SERVICE).status(node_pb2.StatusRequest(), timeout=5)
                     break
                 except Exception:  # refused a place: it comes again
                     time.sleep(0.05)

@@ -63,6 +63,7 @@ def pytest_configure() -> None:
     folder = tempfile.mkdtemp(prefix="pscluster-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["PSCLUSTER_STATE_DIR"] = folder
+    os.environ["XDG_CONFIG_HOME"] = folder  # and find the token of this user, which is another one
 
 
 def until(predicate: Callable[[], object], what: str, state: Callable[[], object] = lambda: "") -> None:

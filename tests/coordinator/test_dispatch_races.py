@@ -179,7 +179,6 @@ class Straw:
             loop.event_loop(),
             [worker.peer for worker in self.workers],
             self.servers,
-            (),
             node_pb2.AttachRequest(),
             max_queued=100,
             max_attempts=max_attempts,
@@ -237,9 +236,7 @@ def straw(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Straw]]:
     def make(workers: int = 1, **more: int) -> Straw:
         straw = Straw(workers, **more)
         by_peer = {worker.peer: worker for worker in straw.workers}
-        monkeypatch.setattr(
-            dispatch, "WorkerConnection", lambda peer, _m, take, _d: StrawConnection(by_peer[peer], take)
-        )
+        monkeypatch.setattr(dispatch, "WorkerConnection", lambda peer, take, _d: StrawConnection(by_peer[peer], take))
         made.append(straw)
         return straw
 

@@ -481,7 +481,7 @@ def test_a_command_that_is_not_there(house: House) -> None:
         ({"log_level": "LOUD"}, "log_level is 'LOUD'"),
         ({"cwd": "no/such/place"}, "cwd is 'no/such/place'"),
         ({"env": {"TF_CONFIG": "{}"}}, "env names TF_CONFIG"),
-        ({"token": "short"}, "at least 16"),
+        ({"token": "short"}, "can be guessed"),
     ],
 )
 def test_bad_arguments(options: dict[str, object], message: str) -> None:

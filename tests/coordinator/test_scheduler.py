@@ -38,6 +38,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.final = False
 
         self.withdrawn: set[Task[str]] = set()
+        self.begun: set[Task[str]] = set()  # an attempt that did not end it may have changed something
+        self.cuts: list[str] = []
+        self.last_cut = 0
+        self.cutter: str | None = None
+
+    def queued(self) -> list[Task[str]]:
+        """What may be sent, in order: while somebody makes a cut, only what has begun."""
+        begun = [task for task in self.queue if task in self.begun]
+        return begun if self.cuts else begun + [task for task in self.queue if task not in self.begun]
+
+    # Cuts
+
+    @rule()
+    def begin_cut(self) -> None:
+        self.last_cut += 1
+        cut = f"cut {self.last_cut}"
+        self.scheduler.begin_cut(cut)
+        self.cuts.append(cut)
+
+    @precondition(lambda self: self.cuts)
+    @rule(data=st.data())
+    def take_cut(self, data: st.DataObject) -> None:
+        cut = data.draw(st.sampled_from(self.cuts))
+        half = any(self.sent) or any(self.limbo) or any(task in self.begun for task in self.queue)
+        taken = self.scheduler.take_cut(cut)
+        assert taken == (not half and self.cutter in (None, cut)), "it holds no half of a function, and is one's own"
+        if taken:
+            self.cutter = cut
+
+    @precondition(lambda self: self.cuts)
+    @rule(data=st.data())
+    def end_cut(self, data: st.DataObject) -> None:
+        cut = data.draw(st.sampled_from(self.cuts))
+        self.scheduler.end_cut(cut)
+        self.cuts.remove(cut)
+        self.cutter = None if self.cutter == cut else self.cutter
 
     # What the model does with an error
 
@@ -117,16 +153,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(index=workers)
     def take(self, index: int) -> None:
         batch = self.scheduler.take(index)
-        assert batch == self.queue[: len(batch)], "the oldest first, retried ones before all others"
+        queue = self.queued()
+        assert batch == queue[: len(batch)], "those that have begun before all others, then the oldest first"
         window = self.scheduler.workers[index].window
         room, others_idle = window - len(self.sent[index]), 0
         if self.sent[index]:  # what would only wait here is for those that have nothing; and half a window at a time
             others_idle = sum(up and not sent for up, sent in zip(self.up, self.sent, strict=True))
         may = room > 0 and (not self.sent[index] or room >= window // 2)
-        assert bool(batch) == (self.up[index] and may and len(self.queue) > others_idle)
+        assert bool(batch) == (self.up[index] and may and len(queue) > others_idle)
         assert len(batch) <= max(room, 0)
         assert sum(task.size for task in batch[:-1]) < MAX_BATCH_BYTES
-        del self.queue[: len(batch)]
+        self.queue = [task for task in self.queue if task not in batch]
         for task in batch:
             self.started[task] += 1
             assert task.attempts == self.started[task] <= MAX_ATTEMPTS
@@ -186,12 +223,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.started[task] -= 1
         assert same(cancelled, self.back_to_queue(tasks))
 
+    @rule(index=workers, data=st.data())
+    def run_again(self, index: int, data: st.DataObject) -> None:
+        if (task := self.one_sent(index, data)) is not None:
+            cancelled = self.scheduler.run_again(index, [task.id])
+            self.sent[index].remove(task)
+            self.started[task] -= 1  # its owner counts these
+            self.begun.add(task)
+            assert same(cancelled, self.back_to_queue([task]))
+
     @rule(index=workers)
     def lose(self, index: int) -> None:
         assert self.scheduler.lose(index) == bool(self.sent[index] or self.limbo[index])
         for task in self.sent[index][1:]:
             self.started[task] -= 1  # a worker runs its functions in order
         self.limbo[index] += self.sent[index]
+        self.begun.update(self.limbo[index])
         self.sent[index] = []
         self.up[index] = False
 
@@ -232,7 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def steal(self) -> None:
         found = self.scheduler.to_steal()
         most = max(map(len, self.sent))
-        if self.queue or self.error is not None or most < 2:
+        if self.queued() or self.error is not None or most < 2:
             assert found is None
         else:
             assert found is not None
@@ -249,7 +296,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         scheduler.check()
         assert scheduler.error is self.error
-        assert scheduler.queued == len(self.queue)
+        assert scheduler.queued == len(self.queued())
+        assert scheduler.begun == [task for task in self.queue if task in self.begun]
+        assert scheduler.next_one is next(
+            (task for task in self.queue if task in self.begun), next(iter(self.queue), None)
+        )
+        assert all(task.begun == (task in self.begun) for task in self.all)
         assert scheduler.waiting == len(self.queue) + len(self.blocked)
         assert scheduler.in_flight == sum(map(len, self.sent)) + sum(map(len, self.limbo))
         assert scheduler.idle == (len(self.ended) == len(self.all))
@@ -278,15 +330,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.blocked.remove(task)
             self.queue.append(task)
         self.worker_up(0)
+        if self.cuts and self.cutter is None and self.queue:  # a cut can be made, since what has begun is run
+            while any(task in self.begun for task in self.queue):
+                self.take(0)
+                for task in list(self.sent[0]):
+                    self.finish_one(task)
+            self.cutter = self.cuts[0]
+            assert self.scheduler.take_cut(self.cutter)
+            self.everything_holds()
+            assert self.scheduler.take(0) == [], "nothing is sent while it is held"
+        for cut in list(self.cuts):
+            self.scheduler.end_cut(cut)
+        self.cuts, self.cutter = [], None
         while self.queue:
             self.take(0)
             for task in list(self.sent[0]):
-                assert self.scheduler.finish(0, task.id, 0.001) is task
-                self.sent[0].remove(task)
-                self.end([task], State.DONE)
+                self.finish_one(task)
         self.everything_holds()
         assert self.scheduler.idle
         assert self.scheduler.take_error() is self.error
+
+    def finish_one(self, task: Task[str]) -> None:
+        assert self.scheduler.finish(0, task.id, 0.001) is task
+        self.sent[0].remove(task)
+        self.end([task], State.DONE)
 
 
 def same(found: Sequence[Task[str]], expected: Sequence[Task[str]]) -> bool:
@@ -295,7 +362,9 @@ def same(found: Sequence[Task[str]], expected: Sequence[Task[str]]) -> bool:
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.__doc__ = "Nothing is lost, nothing is in two places, the order is kept, the first error wins once."
+TestScheduler.__doc__ = (
+    "Nothing is lost, nothing is in two places, the order is kept, the first error wins once; no cut has a half."
+)
 TestScheduler.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import math
+import operator
 import os
 import pickle
 import sys
@@ -23,11 +24,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import search
 
+from pscluster.coordinator import api
 from pscluster.core import trust
-from pscluster.core.definitions import UnresolvedReference, capture, class_definition, resolve, split_off_bulk
+from pscluster.core.definitions import (
+    UnresolvedReference,
+    capture,
+    class_definition,
+    record_resolver,
+    resolve,
+    split_off_bulk,
+)
 from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.handles import Handle
+from pscluster.core.nameable import EVERYWHERE, MODULES, ON_WORKERS
 from pscluster.core.trust import Trust
+from pscluster.core.values import encode
+from pscluster.ps import initializers, rules, schedules
 from pscluster.v1 import definition_pb2
 
 OFF = Trust(pickles=False, why="pickles are off here")
@@ -431,6 +443,12 @@ def part_of(module: str, name: str) -> tuple[bytes, bytes]:
         ("users_steps", "Color.__class__"),
         ("pscluster.worker.training", "np.load"),
         ("pscluster.worker.main", "click.launch"),
+        ("pscluster.worker.sources", "map_leaves"),
+        ("pscluster.worker.sources", "MappedArray.open"),
+        ("pscluster.worker.datasets", "WorkerIterator"),
+        ("pscluster.ps.variables", "_put"),
+        ("pscluster.ps.initializers", "from_spec"),
+        ("pscluster.ps.metrics", "Metric.__init_subclass__"),
     ],
 )
 @pytest.mark.usefixtures("closed")
@@ -446,11 +464,69 @@ def test_what_peers_may_name(module: Any, closed: Path) -> None:
     """The user's own, the library's for workers, and those of packages that were named to the role."""
     assert received(*named("users_steps", "plain", Path(module.__file__)))(3) == 1.5
     assert received(*named("users_steps", "Windows.named"))(3) == ("Windows", 3)
+    for form in (named, part_of):
+        assert received(*form("pscluster.ps.initializers", "Zeros")) is initializers.Zeros
+        with pytest.raises(MisuseError, match=r"datasets.*given is not for peers to name|datasets is not for peers"):
+            received(*form("pscluster.worker.datasets", "given"))  # workers alone take what datasets are sent with
+        with pytest.raises(MisuseError, match=r"pscluster\.worker\.sources is not for peers to name"):
+            received(*form("pscluster.worker.sources", "MappedArray"))
+    trust.settle(Trust(False, "", (closed,), ("numpy",), is_worker=True))
     assert received(*named("pscluster.worker.datasets", "given"))([1]) == [1]
-    trust.settle(Trust(False, "", (closed,), ("numpy",)))
     assert received(*named("numpy", "sum")) is np.sum
     with pytest.raises(MisuseError, match=r"what is in os is not for peers to name.* --functions-from os"):
         received(*named("os", "system"))
+
+
+NOT_FOR_PEERS = {
+    *("Checkpoint", "CheckpointManager", "ClusterCoordinator", "ClusterResolver", "ClusterSpec", "Dashboard"),
+    *("DataPart", "DistributedDataset", "FixedShardsPartitioner", "History", "LocalCluster", "MaxSizePartitioner"),
+    *("MinSizePartitioner", "ParameterServerStrategy", "Partitioner", "PerWorkerDataset", "PerWorkerIterator"),
+    *("ProgressLine", "RemoteValue", "RemoteValueStatus", "RestoredFrom", "SavedVariables", "Server"),
+    *("SidecarEvaluator", "SimpleClusterResolver", "TFConfigClusterResolver", "callbacks", "optimizers"),
+}
+"""Of the public names those that make sense on the coordinator alone."""
+
+
+def test_the_list_has_all_that_is_public() -> None:
+    """Each public function and class is in the list or known as the coordinator's, and what is listed is there."""
+    public = {name: getattr(api, name) for name in api.__all__}
+    for library in (api.errors, api.initializers, api.metrics, schedules, rules):
+        classes = {name: found for name, found in vars(library).items() if isinstance(found, type)}
+        public |= {
+            name: found
+            for name, found in classes.items()
+            if not name.startswith("_") and found.__module__.startswith(library.__name__)
+        }
+    for name, found in public.items():
+        listed = getattr(found, "__qualname__", "") in EVERYWHERE.get(getattr(found, "__module__", ""), ())
+        assert listed or name in NOT_FOR_PEERS or getattr(found, "__name__", "") in MODULES, name
+    for module_name, listed_names in [*EVERYWHERE.items(), *ON_WORKERS.items()]:
+        for name in listed_names:
+            assert operator.attrgetter(name)(importlib.import_module(module_name)) is not None
+
+
+@pytest.mark.usefixtures("closed")
+def test_no_dtype_of_objects(module: Any) -> None:
+    """Neither sent nor taken: bytes under such a dtype would be taken for pointers."""
+    for dtype in (np.dtype("O"), np.dtype([("a", "i4"), ("b", "O")]), np.dtype((object, (2,)))):
+        with pytest.raises(TypeError, match=r"whose elements are Python objects"):
+            sent(module.outer(dtype))
+    for descr in ("|O", [("a", "<i4"), ("b", "|O")], ("|O", (3,)), [("a", [("b", "|O")])], "|O8", "i4, |O", "T", 5, []):
+        form = definition_pb2.Definition(digest="d")
+        form.assembly.parts.add(kind=definition_pb2.AssemblyPart.DTYPE, value=encode(descr))
+        if descr != []:
+            with pytest.raises(ProtocolError, match=r"element type"):
+                received(form.SerializeToString(), b"")
+
+
+@pytest.mark.usefixtures("closed")
+def test_records_of_ours_are_those_of_the_list() -> None:
+    """A record is made without its class' own code: of pscluster's, only those that may be named."""
+    resolve_record = record_resolver()
+    assert resolve_record("", "pscluster.worker.datasets", "InputContext") is api.InputContext
+    for module_name, name in (("pscluster.worker.sources", "MappedArray"), ("pscluster.core.trust", "Trust")):
+        with pytest.raises(MisuseError, match=r"is not for peers to name"):
+            resolve_record("", module_name, name)
 
 
 def code_with(module: Any, function: types.FunctionType, **values: str) -> tuple[bytes, bytes]:

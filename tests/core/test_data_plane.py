@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import socket
@@ -10,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +20,7 @@ import pytest
 from tests.conftest import PATIENCE, until
 
 from pscluster.core.data_plane import client as client_module
+from pscluster.core.data_plane import connection as connection_module
 from pscluster.core.data_plane import server as server_module
 from pscluster.core.data_plane.client import DataPort, DataStream, PromptStream
 from pscluster.core.data_plane.connection import (
@@ -26,18 +29,22 @@ from pscluster.core.data_plane.connection import (
     ClosedError,
     Connection,
     Kind,
+    as_buffers,
     tuned,
 )
 from pscluster.core.data_plane.context import DataContext
 from pscluster.core.data_plane.server import MAX_STRANGERS, DataServer
 from pscluster.core.errors import KIND_METADATA
+from pscluster.core.identity import make_identity
 from pscluster.core.limits import MAX_CALL_BYTES, MAX_MESSAGE_BYTES
+from pscluster.core.security.authenticator import Authenticator
+from pscluster.core.security.handshake import Secret, SessionTable, make_request
 from pscluster.core.streams import StreamEndedError
-from pscluster.core.tokens import TokenInterceptor, call_metadata
+from pscluster.core.tokens import Token
 from pscluster.v1 import data_plane_pb2
 
-TOKEN = "t" * 20
-METADATA = call_metadata(TOKEN)
+TOKEN = "correct-horse-battery-staple"
+METADATA = (("session", "1"),)
 LARGE = bytes(range(256)) * (3 << 12)  # 3 MiB: more than a socket holds
 
 
@@ -95,7 +102,13 @@ def service() -> Service:
 
 
 @pytest.fixture
-def server(service: Service) -> Iterator[DataServer]:
+def authenticator() -> Authenticator:
+    """Of a role with the token."""
+    return Authenticator(TOKEN, make_identity("ps", 0))
+
+
+@pytest.fixture
+def server(service: Service, authenticator: Authenticator) -> Iterator[DataServer]:
     """Serves it, to those with the token."""
     handlers: dict[str, Any] = {
         "Echo": grpc.stream_stream_rpc_method_handler(service.echo),
@@ -104,8 +117,7 @@ def server(service: Service) -> Iterator[DataServer]:
         "Same": grpc.unary_unary_rpc_method_handler(_same, bytes.decode, str.encode),
     }
     generic: Any = grpc.method_handlers_generic_handler("test", handlers)
-    gate = TokenInterceptor(TOKEN)
-    running = DataServer("127.0.0.1", 0, [generic], [gate], [gate.refusal])
+    running = DataServer("127.0.0.1", 0, [generic], [], authenticator)
     running.start()
     yield running
     service.ended.set()
@@ -115,7 +127,7 @@ def server(service: Service) -> Iterator[DataServer]:
 @pytest.fixture
 def port(server: DataServer) -> Iterator[DataPort]:
     """A client's."""
-    made = DataPort("ps 0")
+    made = DataPort("ps 0", TOKEN)
     made.is_at("127.0.0.1", server.port)
     yield made
     made.drop()
@@ -248,10 +260,12 @@ def test_a_call_that_ends_before_the_client_does_takes_its_connection_along(port
     assert stream._connection.fileno() == -1
 
 
-@pytest.mark.parametrize("metadata", [(), call_metadata("w" * 20)])
 @pytest.mark.parametrize("method", ["Echo", "CountDown", "Total", "Same"])
-def test_without_the_token(port: DataPort, method: str, metadata: Any) -> None:
-    stream = open_stream(port, method, metadata)
+def test_without_the_token(server: DataServer, method: str) -> None:
+    """A call that nothing goes before is refused, with a sentence, and its connection closed."""
+    port = DataPort("ps 0")
+    port.is_at("127.0.0.1", server.port)
+    stream = open_stream(port, method)
     stream.send(b"3")
     answers, end = rest_of(stream)
     assert not answers
@@ -259,6 +273,105 @@ def test_without_the_token(port: DataPort, method: str, metadata: Any) -> None:
     assert "token" in end.details()
     assert not port.usable()
     stream.close()
+
+
+def test_another_token(server: DataServer, caplog: pytest.LogCaptureFixture) -> None:
+    """The client learns it from the handshake, and has the call go another way."""
+    port = DataPort("ps 0", TOKEN[::-1])
+    port.is_at("127.0.0.1", server.port)
+    with caplog.at_level(logging.INFO, client_module.__name__):
+        assert port.open("/test/Echo", METADATA) is None
+    assert "this cluster asks for a token" in caplog.text
+    assert not port.usable()
+
+
+def test_a_thief_on_the_port(server: DataServer, port: DataPort) -> None:
+    """Who listens there without the token gets a handshake, which is good for nothing, and not a byte of the call."""
+    for answer in (b"", _packet(Kind.HANDSHAKE), _packet(Kind.MESSAGE, b"x"), _of_another_role()):
+        with socket.create_server(("127.0.0.1", 0)) as thief, ThreadPoolExecutor(1) as pool:
+            port.is_at("127.0.0.1", thief.getsockname()[1])
+            opening = pool.submit(port.open, "/test/Echo", METADATA)
+            taken, _ = thief.accept()
+            with taken:
+                taken.settimeout(PATIENCE)
+                stolen = taken.recv(1 << 16)
+                taken.sendall(answer)
+                with contextlib.suppress(OSError):  # the client has gone already
+                    taken.shutdown(socket.SHUT_WR)
+                assert opening.result(PATIENCE) is None
+                assert is_closed(taken)
+        assert TOKEN.encode() not in stolen
+        assert stolen[4] == Kind.HANDSHAKE
+        assert len(stolen) == 8 + int.from_bytes(stolen[:4], "little")
+        # What was stolen opens nothing: the role answers it, and waits for a proof.
+        with connected(server) as plain:
+            plain.sendall(stolen + _packet(Kind.PROOF, bytes(32)) + _packet(Kind.CALL, _call("Same")))
+            assert plain.recv(8, socket.MSG_WAITALL)[4] == Kind.HANDSHAKE
+            assert is_closed(plain)
+    port.is_at("127.0.0.1", server.port)
+    assert called(port, "Same", b"x")[0] == [b"x"]
+
+
+def test_what_was_recorded_of_a_connection_opens_none(server: DataServer) -> None:
+    """Neither while it is open nor later: a session is one connection's."""
+    with connected(server) as friend:
+        friend_side = Connection(friend)
+        recorded: list[bytes] = []
+        real = friend_side.send
+
+        def send(*packets: Any) -> None:
+            recorded.extend(bytes(b"".join(as_buffers([packet]))) for packet in packets)
+            real(*packets)
+
+        friend_side.send = send  # type: ignore[method-assign]
+        DataPort._shake_hands(friend_side, Secret.of(TOKEN), ("127.0.0.1", server.port))
+        friend_side.send((Kind.CALL, (_call("Echo"),)), (Kind.MESSAGE, (b"x",)))
+        assert friend_side.receive() == (Kind.MESSAGE, b"x")
+        stolen = b"".join(recorded[:2])
+        for still_open in (True, False):
+            with connected(server) as plain:
+                plain.sendall(stolen + _packet(Kind.CALL, _call("Same")) + _packet(Kind.MESSAGE, b"evil"))
+                answers = b""
+                with contextlib.suppress(ConnectionResetError):
+                    while data := plain.recv(1 << 16):
+                        answers += data
+                assert b"evil" not in answers
+            if still_open:
+                friend.shutdown(socket.SHUT_RDWR)
+                until(lambda: not server._peers, "the first connection has ended")
+
+
+def _of_another_role() -> bytes:
+    """A handshake's answer by somebody with another token."""
+    secret = Secret.of(TOKEN[::-1])
+    request = make_request(secret, "x")
+    return _packet(Kind.HANDSHAKE, SessionTable("ps", 0, 1).open([secret], request, 0.0).reply.SerializeToString())
+
+
+def test_a_token_that_is_accepted_no_more(port: DataPort, tmp_path: Path, service: Service) -> None:
+    """Ends the connections of who has proved to know it, in the midst of a call."""
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n{TOKEN[::-1]}\n")
+    authenticator = Authenticator(Token.of([TOKEN, TOKEN[::-1]], file), make_identity("ps", 0))
+    handlers: dict[str, Any] = {"Echo": grpc.stream_stream_rpc_method_handler(service.echo)}
+    generic: Any = grpc.method_handlers_generic_handler("test", handlers)
+    running = DataServer("127.0.0.1", 0, [generic], [], authenticator)
+    running.start()
+    authenticator.start()
+    try:
+        port.is_at("127.0.0.1", running.port)
+        stream = open_stream(port)
+        stream.send(b"wait")
+        assert service.began.wait(PATIENCE)
+        file.with_suffix(".draft").write_text(f"{TOKEN[::-1]}\n")
+        file.with_suffix(".draft").rename(file)
+        assert service.ended.wait(PATIENCE)
+        assert rest_of(stream)[1].code() is grpc.StatusCode.UNAVAILABLE
+        stream.close()
+        assert port.open("/test/Echo", METADATA) is None
+    finally:
+        authenticator.stop()
+        running.stop()
 
 
 @pytest.mark.parametrize("away", ["cancel", "close"])
@@ -269,6 +382,36 @@ def test_a_client_that_goes(port: DataPort, service: Service, away: str) -> None
     getattr(stream, away)()
     assert service.ended.wait(PATIENCE)  # the call's callback
     stream.close()
+
+
+def test_who_goes_is_no_error(server: DataServer, port: DataPort, caplog: pytest.LogCaptureFixture) -> None:
+    """However a client goes, amid what is sent in either direction: a line for who looks for it, and no traceback."""
+
+    def amid_an_answer(stream: DataStream) -> None:
+        stream.send_parts((b"99",), last=True)
+        stream.receive()
+
+    def amid_a_message(stream: DataStream) -> None:
+        stream.send(b"one")
+        connection = stream._connection
+        connection._socket.sendall(connection_module._HEAD.pack(9999, Kind.MESSAGE, connection_module._MARK, 0) + b"x")
+
+    def between_two(stream: DataStream) -> None:
+        stream.send(b"one")
+        stream.receive()
+
+    ways = (("CountDown", amid_an_answer), ("Total", amid_a_message), ("Echo", amid_a_message), ("Echo", between_two))
+    with caplog.at_level(logging.DEBUG, "pscluster"):
+        for number in range(12):
+            for method, way in ways:
+                stream = open_stream(port, method)
+                way(stream)
+                if number % 2:
+                    stream._connection.shut()
+                stream.close()
+        until(lambda: not server._peers, "all are gone")
+    assert [record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG or record.exc_info] == []
+    assert "the caller has gone" in caplog.text
 
 
 def test_a_cancelled_call_ends_for_the_thread_that_waits(port: DataPort, service: Service) -> None:
@@ -329,14 +472,12 @@ def test_no_place_is_left(port: DataPort, monkeypatch: pytest.MonkeyPatch) -> No
     for stream in streams:
         stream.send(b"x")
         assert stream.receive() == b"x"
-    third = open_stream(port)
-    third.send(b"x")
-    assert rest_of(third)[1].code() is grpc.StatusCode.UNAVAILABLE
+    assert port.open("/test/Echo", METADATA) is None
     assert not port.usable()  # others go over gRPC from now on
     assert port._where is not None
     port.is_at(*port._where)
     assert not port.usable()  # that the server can be reached was known
-    for stream in (third, *streams):
+    for stream in streams:
         stream.close()
 
 
@@ -387,14 +528,35 @@ def _call(method: str = "Echo", metadata: Any = METADATA) -> bytes:
         _packet(Kind.CALL, _call(), mark=0),
         _packet(Kind.CALL, size=MAX_CALL_BYTES + 1),
         _packet(Kind.CALL, b"\xff\xff\xff"),
-        _packet(Kind.CALL, _call(metadata=())) + _packet(Kind.MESSAGE, size=MAX_CALL_BYTES + 1),
-        _packet(Kind.CALL, _call()) + _packet(Kind.MESSAGE, b"x") + _packet(Kind.MESSAGE, size=MAX_MESSAGE_BYTES + 1),
-        _packet(Kind.CALL, _call()) + _packet(Kind.CALL, _call()),
-        _packet(Kind.CALL, _call()) + _packet(Kind.MESSAGE, size=100) + b"cut short",
+        _packet(Kind.CALL, _call()),
+        _packet(Kind.HANDSHAKE, b"\xff\xff\xff"),
+        _packet(Kind.HANDSHAKE, size=MAX_CALL_BYTES + 1),
+        _packet(Kind.HANDSHAKE, b"x" * 1000) + _packet(Kind.PROOF, b"x" * 32),
+        _packet(Kind.PROOF, b"x" * 32),
     ],
 )
 def test_garbage(server: DataServer, port: DataPort, garbage: bytes) -> None:
     with connected(server) as plain:
+        plain.sendall(garbage)
+        assert is_closed(plain)
+    assert called(port, "Same", b"x")[0] == [b"x"]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        _packet(Kind.CALL, b"\xff\xff\xff"),
+        _packet(Kind.HANDSHAKE),
+        _packet(Kind.CALL, _call()) + _packet(Kind.MESSAGE, b"x") + _packet(Kind.MESSAGE, size=MAX_MESSAGE_BYTES + 1),
+        _packet(Kind.CALL, _call()) + _packet(Kind.CALL, _call()),
+        _packet(Kind.CALL, _call()) + _packet(Kind.PROOF, b"x" * 32),
+        _packet(Kind.CALL, _call()) + _packet(Kind.MESSAGE, size=100) + b"cut short",
+    ],
+)
+def test_garbage_of_a_friend(server: DataServer, port: DataPort, garbage: bytes) -> None:
+    """Somebody who has the token, and whose packets make no sense, loses the connection, too."""
+    with connected(server) as plain:
+        DataPort._shake_hands(Connection(plain), Secret.of(TOKEN), ("127.0.0.1", server.port))
         plain.sendall(garbage)
         if garbage.endswith(b"cut short"):
             plain.shutdown(socket.SHUT_WR)

@@ -14,7 +14,7 @@ from tests.conftest import grpc_server
 
 from pscluster.core import streams
 from pscluster.core.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
-from pscluster.core.streams import DirectStream, QueuedStream, Stream, StreamEndedError, open_stream
+from pscluster.core.streams import DirectStream, QueuedStream, Stream, StreamEndedError, open_raw_stream
 
 PATH = "/echo/Session"
 TOKEN = (("token", "t"),)
@@ -200,7 +200,7 @@ def test_a_direct_stream_leaves_nothing(channel: grpc.Channel) -> None:
 
 def test_where_grpc_is_another(channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the parts it needs, sessions are made of the public ones."""
-    usual = open_stream(channel, PATH, TOKEN)
+    usual = open_raw_stream(channel, PATH, TOKEN)
     assert isinstance(usual, DirectStream)
     assert ask(usual, b"x") == b"x"
     usual.close()
@@ -211,7 +211,7 @@ def test_where_grpc_is_another(channel: grpc.Channel, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(streams, "cygrpc", Other)
     for _ in range(2):
-        other = open_stream(channel, PATH, TOKEN)
+        other = open_raw_stream(channel, PATH, TOKEN)
         assert isinstance(other, QueuedStream)
         assert ask(other, b"x") == b"x"
         other.close()

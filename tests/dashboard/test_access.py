@@ -252,3 +252,23 @@ def test_the_silent_make_room(
         for _ in range(3):
             silent()
     assert [each for each in caplog.records if each.name == "asyncio"] == []
+
+
+def test_held_pages_keep_nobody_out(coordinator: ClusterCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are held in all places, and not read: the oldest goes for whoever comes next."""
+    monkeypatch.setattr(pages, "MAX_CONNECTIONS", 4)
+    with Dashboard(coordinator, "127.0.0.1:0") as page, contextlib.ExitStack() as stack:
+        place = urlsplit(page.url)
+        held = []
+        for _ in range(4):
+            client = stack.enter_context(socket.create_connection((place.hostname or "", place.port or 0), timeout=60))
+            client.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(1)
+            held.append(client)
+        for _ in range(3):
+            assert ask(page, "/state.json")[0] == 200
+
+        def ended() -> bool:
+            return not held[0].recv(1 << 16)
+
+        until(ended, "the oldest is closed")

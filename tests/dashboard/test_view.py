@@ -227,7 +227,7 @@ def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.M
 
     async def silent() -> list[list[str]]:
         watch = Watch(coordinator.strategy)
-        watch._asker = Asker(peers, ())
+        watch._asker = Asker(peers)
         shown = []
         for _ in range(4):
             await watch._ask_once()

@@ -29,6 +29,7 @@ class Proxy:
         self._lock = threading.Lock()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._deaf = False
+        self._deaf_from = float("inf")  # bytes that clients have sent
         self._part = False
         self._closed = False
         self._flowing = threading.Condition()
@@ -37,6 +38,7 @@ class Proxy:
         self._random = random.Random(0)
         self.swallowed = 0
         self.forwarded = 0
+        self._sent = 0  # of these, by clients
         self.refused = 0
         self.held = 0  # pieces, over a stalled link
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
@@ -79,6 +81,10 @@ class Proxy:
                     continue
                 self._hold(len(data), back, pair)
                 self.forwarded += len(data)
+                if not back:
+                    self._sent += len(data)
+                    if self._sent >= self._deaf_from:
+                        self._deaf = True
                 sink.sendall(data)
         self._cut(pair)
 
@@ -131,9 +137,12 @@ class Proxy:
             self._rate = self._longest = 0.0
             self._flowing.notify_all()
 
-    def swallow_answers(self) -> None:
-        """From now on what the server says is lost."""
-        self._deaf = True
+    def swallow_answers(self, after: int = 0) -> None:
+        """What the server says is lost: from now on, or once so many more bytes have been sent to it."""
+        if after:
+            self._deaf_from = self._sent + after
+        else:
+            self._deaf = True
 
     def part(self) -> None:
         """Reset all connections, and let no new ones come about until `join` is called."""
@@ -147,6 +156,7 @@ class Proxy:
     def cut(self) -> None:
         """Reset all connections; new ones work, in both directions."""
         self._deaf = False
+        self._deaf_from = float("inf")  # bytes that clients have sent
         with self._lock:
             pairs = list(self._pairs)
         for pair in pairs:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,22 @@ from pscluster.core.errors import from_kind, from_rpc
 from pscluster.core.frames import pack, padding, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.rpc import Stub
-from pscluster.core.tokens import call_metadata
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 
-__all__ = ["PATIENCE", "Job", "RawClient", "gone", "ones", "ready", "running_job", "status", "stopped", "until"]
+__all__ = [
+    "PATIENCE",
+    "Job",
+    "RawClient",
+    "connections_to",
+    "gone",
+    "ones",
+    "ready",
+    "running_job",
+    "status",
+    "stopped",
+    "until",
+]
 
 
 def until(predicate: Callable[[], object], what: str, instead: Callable[[], object] = lambda: "") -> None:
@@ -57,6 +69,21 @@ def stopped(pid: int) -> bool:
     return _state(pid) == "T"
 
 
+def connections_to(port: int) -> int:
+    """How many established TCP connections this process has to a port of this machine."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "01" and int(fields[2].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    ours = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            ours.add(os.readlink(descriptor))
+    return len(inodes & ours)
+
+
 def ready(values: Sequence[RemoteValue]) -> int:
     """How many values are there."""
     return sum(value.status.value == "ready" for value in values)
@@ -64,9 +91,9 @@ def ready(values: Sequence[RemoteValue]) -> int:
 
 def status(cluster: LocalCluster, role: str, index: int) -> node_pb2.StatusReply:
     """A task's own account of itself."""
-    with open_channel(cluster.cluster_spec().task_address(role, index), cluster.tls) as channel:
+    with open_channel(cluster.cluster_spec().task_address(role, index), cluster.tls, cluster.token) as channel:
         reply: node_pb2.StatusReply = Stub(channel, NODE_SERVICE).status(
-            node_pb2.StatusRequest(), timeout=PATIENCE, metadata=call_metadata(cluster.token), wait_for_ready=True
+            node_pb2.StatusRequest(), timeout=PATIENCE, wait_for_ready=True
         )
     return reply
 
@@ -148,7 +175,11 @@ def running_job(
     ):
         pids = list(cluster.pids.values())
         strategy = ParameterServerStrategy(
-            connect_to(cluster), FixedShardsPartitioner(shards), token=cluster.token, connect_timeout=PATIENCE
+            connect_to(cluster),
+            FixedShardsPartitioner(shards),
+            token=cluster.token,
+            connect_timeout=PATIENCE,
+            job_name="job",
         )
         try:
             coordinator = ClusterCoordinator(strategy, max_attempts=max_attempts, worker_lease=worker_lease)
@@ -166,8 +197,9 @@ class RawClient:
         self.job = job.strategy.job
         self.index = index
         self.incarnation = incarnation or fresh_id()
-        self._metadata = call_metadata(job.cluster.token)
-        self._channel = open_channel(job.cluster.cluster_spec().task_address("ps", index), job.cluster.tls)
+        self._channel = open_channel(
+            job.cluster.cluster_spec().task_address("ps", index), job.cluster.tls, job.cluster.token
+        )
         self._stub = Stub(self._channel, PS_SERVICE)
 
     def __enter__(self) -> RawClient:
@@ -178,7 +210,7 @@ class RawClient:
 
     def _call(self, method: str, request: Any) -> Any:
         try:
-            return getattr(self._stub, method)(request, metadata=self._metadata, timeout=PATIENCE)
+            return getattr(self._stub, method)(request, timeout=PATIENCE)
         except grpc.RpcError as error:
             raise from_rpc(error, "the server") from None
 

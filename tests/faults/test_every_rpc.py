@@ -33,7 +33,6 @@ from pscluster.coordinator.health import is_healthy
 from pscluster.core.errors import FunctionError
 from pscluster.core.faults import CALL_KINDS, LASTING
 from pscluster.core.rpc import methods
-from pscluster.core.tokens import call_metadata
 
 NTH = {
     "/pscluster.v1.ParameterServer/Checkpoint": (1, 2, 3),  # mark, write, drop
@@ -125,9 +124,9 @@ def asked(armed: Armed, case: Case) -> None:
     """What only tools call: health."""
     armed.until_all_live()  # no job before this one has waited for them
     address = armed.cluster.cluster_spec().task_address(case.role, 0)
-    healthy, said = is_healthy(address, call_metadata(armed.cluster.token))
+    healthy, said = is_healthy(address, armed.cluster.token)
     assert healthy is not (case.kind in LOSING), said
-    assert is_healthy(address, call_metadata(armed.cluster.token))[0]
+    assert is_healthy(address, armed.cluster.token)[0]
 
 
 def name_of(plan: list[Case]) -> str:

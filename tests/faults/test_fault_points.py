@@ -134,6 +134,7 @@ UPDATE = (
     "ps.update.after",
     "ps.ledger.after",
     "ps.log.before",
+    "ps.log.written",
     "ps.log.after",
     "ps.acknowledge.before",
     "ps.answer.after",

@@ -20,6 +20,7 @@ from pscluster.coordinator.api import (
     ParameterServerStrategy,
     Variable,
 )
+from pscluster.coordinator.checkpoints import manager as manager_module
 from pscluster.core.errors import MisuseError
 
 SCRIPT = """
@@ -132,8 +133,8 @@ def test_a_key_names_one_piece_of_work(tmp_path: Path) -> None:
             job.coordinator.forget_keys("held")
 
 
-def test_behind_a_restored_checkpoint_work_is_done_again(tmp_path: Path) -> None:
-    """Its updates went with the values that the checkpoint replaced."""
+def test_behind_a_restored_checkpoint_only_what_it_lacks_is_done_again(tmp_path: Path) -> None:
+    """What was done before it was made counts once; updates behind it went with the values that it replaced."""
     with running_job(2, 1) as job:
         with job.strategy.scope():
             count = Variable(np.zeros(4), name="count")
@@ -141,14 +142,47 @@ def test_behind_a_restored_checkpoint_work_is_done_again(tmp_path: Path) -> None
         def step() -> None:
             count.assign_add(np.ones(4))
 
+        def twice(*keys: str) -> set[float]:
+            for key in (*keys, *keys):
+                job.coordinator.schedule(step, key=key).fetch(PATIENCE)
+            return set(count.numpy().tolist())
+
         manager = CheckpointManager(str(tmp_path), strategy=job.strategy)
+        assert twice("before") == {1.0}
+        assert twice("before and forgotten") == {2.0}
+        job.coordinator.forget_keys(["before and forgotten"])
         manager.save()
-        job.coordinator.schedule(step, key="one").fetch(PATIENCE)
+        assert twice("behind") == {3.0}
         manager.restore()
-        assert set(count.numpy().tolist()) == {0.0}
-        for _ in range(2):
-            job.coordinator.schedule(step, key="one").fetch(PATIENCE)
-        assert set(count.numpy().tolist()) == {1.0}
+        assert set(count.numpy().tolist()) == {2.0}
+        assert twice("before", "behind") == {3.0}
+        job.coordinator.schedule(step, key="before and forgotten").fetch(PATIENCE)
+        assert set(count.numpy().tolist()) == {4.0}, "nobody was to schedule it again"
+        manager.restore(progress=False)
+        assert twice("before", "behind") == {4.0}, "what was done before is a part of the progress"
+
+
+def test_many_keys_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is more than a request holds goes in pieces, and is as whole as in one."""
+    monkeypatch.setattr(manager_module, "KEYS_AT_ONCE", 16)
+    with running_job(2, 1, shards=2) as job:
+        with job.strategy.scope():
+            count = Variable(np.zeros(4), name="count")
+
+        def add() -> set[float]:
+            for number in range(40):
+                job.coordinator.schedule(count.assign_add, args=(np.ones(4),), key=f"step {number}")
+            job.coordinator.join(PATIENCE)
+            return set(count.numpy().tolist())
+
+        with CheckpointManager(str(tmp_path), strategy=job.strategy) as manager:
+            assert add() == {40.0}
+            manager.save()
+            count.assign(np.zeros(4))
+            manager.restore()
+            assert add() == {40.0}
+            manager.restore(progress=False)
+            assert add() == {80.0}
 
 
 def test_workers_that_die(tmp_path: Path) -> None:

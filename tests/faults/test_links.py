@@ -148,3 +148,17 @@ def test_the_data_plane_goes_over_the_links(cluster: ProxiedCluster) -> None:
         job.check()
     for (role, index), link in cluster.links.items():
         assert link.carried - before[role, index] > (FUNCTIONS * SESSION_BYTES if role == "ps" else 0)
+
+
+def test_large_transfers_that_take_longer_than_a_server_may_be_gone(cluster: ProxiedCluster) -> None:
+    """They go on, slowly: nobody is given up who answers."""
+    spec, link = ClusterSpec({role: cluster.addresses(role) for role in ("ps", "worker")}), cluster.links["ps", 0]
+    with ParameterServerStrategy(SimpleClusterResolver(spec), token=cluster.token, ps_timeout=1.0) as strategy:
+        with strategy.scope():
+            large = Variable(np.zeros(2 * SESSION_BYTES, np.uint8), name="large", partitioner=FixedShardsPartitioner(2))
+        link.slow(2e6)
+        try:
+            large.assign(np.full(large.shape, 7, np.uint8))
+            assert (large.numpy() == 7).all()
+        finally:
+            link.flow()

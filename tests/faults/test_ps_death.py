@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import numpy as np
 import pytest
+from tests.conftest import until
 
-from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    FixedShardsPartitioner,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+    optimizers,
+)
 from pscluster.core.errors import PSUnavailableError
+from pscluster.core.serving import DATA_PORT_VARIABLE
+from pscluster.ps.wire import SESSION_BYTES
+
+
+def freeze(pid: int) -> None:
+    """Stop a process; none of its threads runs any more when this returns."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def states() -> set[str]:
+        tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+        return {task.read_text().rpartition(")")[2].split()[0] for task in tasks}
+
+    until(lambda: states() == {"T"}, "it is stopped", lambda: str(states()))
 
 
 def test_the_next_calls_name_the_server_that_died() -> None:
@@ -32,3 +58,68 @@ def test_the_next_calls_name_the_server_that_died() -> None:
             with pytest.raises(PSUnavailableError, match=f"ps 1 at {address}"):
                 lost.assign(0.0)
             assert kept.numpy().shape == (3,)
+
+
+@pytest.mark.timeout(45)  # less than an attempt may take whose server answers
+@pytest.mark.parametrize("data_port", ["0", "off"])
+def test_a_server_that_is_frozen_for_good(monkeypatch: pytest.MonkeyPatch, data_port: str) -> None:
+    """Whatever waits for it is given up by `ps_timeout`, though the kernel takes all that is sent there."""
+    monkeypatch.setenv(DATA_PORT_VARIABLE, data_port)
+    with (
+        LocalCluster(2, 1, restart=False, log_level="ERROR", grace=0.5) as cluster,
+        ParameterServerStrategy(cluster, FixedShardsPartitioner(2), ps_timeout=2) as strategy,
+    ):
+        with strategy.scope():
+            small = Variable(np.zeros(4, np.float32), name="small")
+            large = Variable(np.zeros((2, SESSION_BYTES), np.float32), name="large")
+            rule = optimizers.SGD(0.1)
+            rule.apply_gradients([(np.ones(4, np.float32), small)])
+        coordinator = ClusterCoordinator(strategy)
+        coordinator.schedule(lambda: small.assign_add(1.0))
+        coordinator.join()
+
+        def set_rate() -> None:
+            rule.learning_rate = 0.2
+
+        waits = (
+            small.numpy,
+            lambda: small.assign_add(1.0),
+            large.numpy,
+            lambda: large.assign(np.ones(large.shape, np.float32)),
+            set_rate,
+            strategy.lost_updates,
+            lambda: coordinator.schedule(lambda: small.assign_add(1.0)).fetch(),
+        )
+        freeze(cluster.pids["ps", 1])
+        try:
+            with ThreadPoolExecutor(len(waits)) as pool:
+                errors = [waiting.exception() for waiting in [pool.submit(wait) for wait in waits]]
+        finally:
+            os.kill(cluster.pids["ps", 1], signal.SIGCONT)
+        for error in errors:
+            assert isinstance(error, PSUnavailableError), errors
+            assert "ps 1 at" in str(error)
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_thaws_in_time() -> None:
+    """What waited has its answer, once."""
+    with (
+        LocalCluster(1, 1, restart=False, log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster, ps_timeout=12) as strategy,
+    ):
+        with strategy.scope():
+            counter = Variable(np.zeros(4, np.float32), name="counter")
+        counter.assign_add(1.0)
+        asked = strategy.client._servers[0].liveness
+        freeze(cluster.pids["ps", 0])
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                update = pool.submit(counter.assign_add, 1.0)
+                until(lambda: asked.unheard, "it was asked in vain whether it answers")
+                assert not update.done()
+                os.kill(cluster.pids["ps", 0], signal.SIGCONT)
+                update.result()
+        finally:
+            os.kill(cluster.pids["ps", 0], signal.SIGCONT)
+        assert counter.numpy().tolist() == [2] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import signal
 import threading
 import weakref
@@ -18,7 +19,7 @@ from tests.faults.counting import Counting
 from tests.faults.support import PATIENCE, Job, RawClient, ready, running_job, status, until
 
 from pscluster.coordinator.api import Checkpoint, Variable, optimizers
-from pscluster.core.errors import MisuseError, PSUnavailableError, StaleError, UnavailableError
+from pscluster.core.errors import MisuseError, PsClusterError, PSUnavailableError, StaleError, UnavailableError
 from pscluster.ps.rules import UpdateRule
 from pscluster.v1 import ps_pb2
 
@@ -272,3 +273,45 @@ def test_a_rule_by_value_is_refused_where_it_could_not_be_applied_again() -> Non
     """With a log: the error says what to do."""
     with running_job(durability="log") as job, job.strategy.scope(), pytest.raises(MisuseError, match="came as a pick"):
         optimizers.Optimizer(own_rule_by_value())
+
+
+def test_a_learning_rate_that_is_set_while_a_disk_is_full() -> None:
+    """It waits for room, as updates do, and is there behind a death; a variable is refused at once."""
+    with running_job(num_ps=1, num_workers=1, shards=1, durability="log") as job:
+        with job.strategy.scope():
+            rule = optimizers.SGD(1.0)
+            variable = Variable(np.zeros(3, np.float32), name="variable")
+        rule.apply_gradients([(np.ones(3, np.float32), variable)])
+        server, (_, hard) = job.cluster.pids["ps", 0], resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.prlimit(server, resource.RLIMIT_FSIZE, (0, hard))
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                with job.strategy.scope(), pytest.raises(PsClusterError, match="File too large"):
+                    Variable(np.zeros(3, np.float32), name="refused")
+                waiting = pool.submit(setattr, rule, "learning_rate", 10.0)
+                before = job.strategy.client.counts.reconnects[0]
+                until(lambda: job.strategy.client.counts.reconnects[0] > before + 1, "it is tried again")
+                assert not waiting.done()
+            finally:
+                resource.prlimit(server, resource.RLIMIT_FSIZE, (hard, hard))
+            waiting.result(PATIENCE)
+        kill(job, 0)
+        assert rule.learning_rate == 10.0
+
+
+def test_progress_that_is_lost_is_counted() -> None:
+    """What the coordinator was told of is compared, though nobody updates it behind the death."""
+    with running_job(num_ps=1, num_workers=1, shards=1, durability="snapshot") as job:
+        with job.strategy.scope():
+            variable = Variable(np.zeros(3, np.float32), name="variable")
+        job.strategy.save_progress(epoch=0)
+        job.strategy.client.check_saved(["pscluster/progress"])
+        resource.prlimit(job.cluster.pids["ps", 0], resource.RLIMIT_FSIZE, (0, -1))  # nothing is saved from now on
+        for epoch in range(1, 6):
+            job.strategy.save_progress(epoch=epoch)
+            variable.assign_add(1.0)
+        kill(job, 0)
+        assert job.strategy.lost_updates() == {"pscluster/progress": 5, "variable": 5}
+        assert job.strategy.progress == {"epoch": 0}
+        kill(job, 0)
+        assert job.strategy.lost_updates() == {"pscluster/progress": 5, "variable": 5}, "counted once, and kept"

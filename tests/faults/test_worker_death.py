@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.faults.steps import deadly, die_once, first_time, note, wait_for, where
-from tests.faults.support import Job, ready, running_job, status, until
+from tests.faults.support import Job, connections_to, ready, running_job, status, stopped, until
 
 from pscluster.coordinator.api import RemoteValueStatus, Variable, experimental_get_current_worker_index
 from pscluster.core.errors import CancelledError, FunctionError
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Within the block nothing is found by Python's collector of cycles, which may come early or late."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
 
 LARGE = 100_000
 """Bytes of a result that travels beside the stream of functions."""
@@ -304,3 +319,22 @@ def test_a_frozen_worker() -> None:
         job.coordinator.schedule(step, args=(1,))
         job.join()
         assert count.numpy().tolist() == [51] * 3
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_freezes_leave_no_connections(tls: bool) -> None:
+    """Frozen beyond its lease and thawed several times, a worker has as many connections afterwards as before."""
+    with running_job(worker_lease=1.0, tls=tls) as job, no_collection():
+        port = int(job.cluster.cluster_spec().task_address("worker", 0).rpartition(":")[2])
+        pid = job.coordinator.schedule(os.getpid).fetch()
+        before = 3 if tls else 2  # of the attachment, of the lease, and where there is no data plane of the functions
+        until(lambda: connections_to(port) == before, "all are there", lambda: str(connections_to(port)))
+        for _ in range(4):
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                until(lambda: stopped(pid), "it stands still")
+                until(lambda: not job.coordinator.workers_up, "its lease is over", job.coordinator.describe)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert job.coordinator.schedule(os.getpid).fetch() == pid
+        until(lambda: connections_to(port) == before, "as many as before", lambda: str(connections_to(port)))

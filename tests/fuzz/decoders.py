@@ -31,6 +31,7 @@ from tests.conftest import OpenCall
 from pscluster.coordinator.checkpoints.index import (
     Index,
     SavedFile,
+    SavedNamed,
     SavedTensor,
     SavedVariable,
     check_whole,
@@ -63,6 +64,7 @@ from pscluster.worker.failures import failure_of, rebuild_failure
 from pscluster.worker.parts import Part, Reader
 from pscluster.worker.pipelines import Pipeline
 from pscluster.worker.service import WorkerRole, WorkerService
+from pscluster.worker.sources import MappedArray
 
 JOB = 77
 REFUSALS: tuple[type[BaseException], ...] = (PsClusterError, DecodeError)
@@ -300,6 +302,7 @@ class _Servers:
         getattr(whole, "from").extend([0, 0])
         shard = ps_pb2.RestoreShard(variable=1, arrays=[ps_pb2.RestoreArray(array="value", sources=[whole])])
         shard.steps["adam"] = 3
+        shard.named.add(nth=[1, 2], keys=[7, 1 << 63])
         part: dict[str, Any] = {"job": JOB, "id": 9, "directory": self._folder}
         requests: list[tuple[int, Message]] = [
             (0, ps_pb2.DescribeRequest(job=JOB, variables=["v1"], optimizers=["adam"])),
@@ -309,7 +312,8 @@ class _Servers:
             (4, ps_pb2.CheckpointRequest(job=JOB, action=ps_pb2.CheckpointRequest.MARK, id=9)),
             (4, ps_pb2.CheckpointRequest(action=ps_pb2.CheckpointRequest.WRITE, file="part.safetensors", **part)),
             (5, ps_pb2.RestoreRequest(shards=[shard], **part)),
-            (5, ps_pb2.RestoreRequest(job=JOB, id=9, commit=True)),
+            (5, ps_pb2.RestoreRequest(job=JOB, id=9, shards=[shard], ahead=True)),
+            (5, ps_pb2.RestoreRequest(job=JOB, id=9, commit=True, term=1)),
         ]
         return [bytes((number,)) + request.SerializeToString() for number, request in requests]
 
@@ -475,6 +479,8 @@ class _Files:
         index.optimizers["adam"] = {"rule": "adam"}
         index.files["part.safetensors"] = SavedFile(112, 64, "0" * 64)
         variable = SavedVariable("w", (3, 4), "float32", True, ((1, 3), (4,)), {}, [1, 2], [{"adam": 1}, {}])
+        variable.named = [[SavedNamed.of([1, 2], [7, 1 << 63])], []]
+        index.partly_applied, index.partly_applied_last = 1, ["step failed on worker 0"]
         for shard, rows in enumerate((1, 2)):
             tensor = SavedTensor(
                 shard, "part.safetensors", f"w/part_{shard}", "float32", (rows, 4), 64, rows * 16, "0" * 64
@@ -539,32 +545,50 @@ class _Files:
         return durable_files._HEAD.pack(durable_files._MAGIC, zlib.crc32(body), len(body)) + body
 
     def log(self, data: bytes) -> None:
-        """A segment of a log."""
+        """A segment of a log; of a damaged one all that can be read is counted."""
         self._log.write_bytes(data)
-        for record, payload in durable_log.records([self._log], 1):
-            assert len(payload) <= len(data)
-            assert record is not None
+        dropped = durable_log.Dropped()
+        try:
+            for record, payload in durable_log.records([self._log], 1, dropped=dropped):
+                assert len(payload) <= len(data)
+                assert record is not None
+        finally:
+            lost = durable_log.lost_in([self._log], 1)
+            assert all(lost.updates[key] >= found for key, found in dropped.updates.items())
 
     @staticmethod
     def log_examples() -> list[bytes]:
-        """For `log`."""
-        head = durable_log._SEGMENT.pack(durable_log._SEGMENT_MAGIC, 1, 0, 0)[:-4]
-        data = head + struct.pack("<I", zlib.crc32(head))
-        for number in range(2):
-            request = unpack(_frames_of_requests()[4 + number], ps_pb2.Request)[0]
-            record = pack(state_pb2.LogRecord(update=request.update, updates=[number + 1], last=True), [bytes(64)])
-            data += durable_log._HEAD.pack(durable_log._MAGIC, 0, len(record), len(data), 1) + record
-        return [_Files.log_sums(data)]
+        """For `log`: of this boot, and of another one, with its last record broken off."""
+        examples = []
+        for boot in (durable_log.boot_id(), bytes(16)):
+            head = durable_log._with_crc(durable_log._SEGMENT, durable_log._SEGMENT_MAGIC, 1, 0, boot)
+            data = head + bytes(durable_log._FIRST - len(head))
+            for number in range(2):
+                request = unpack(_frames_of_requests()[4 + number], ps_pb2.Request)[0]
+                record = pack(state_pb2.LogRecord(update=request.update, updates=[number + 1], last=True), [bytes(64)])
+                data += durable_log._header(0, len(record), len(data), 1, number + 1) + record
+            mark = b"".join(durable_log._mark(len(data), 0, 2))
+            data = head + mark + data[durable_log._FIRST :]
+            examples.append(_Files.log_sums(data))
+        examples[1] = examples[1][:-9]
+        return examples
 
     @staticmethod
     def log_sums(data: bytes) -> bytes:
         """The segment with checksums that fit, as far as its records can be followed."""
-        out, at, head = bytearray(data), durable_log._SEGMENT.size, durable_log._HEAD
+        out, at, head = bytearray(data), durable_log._FIRST, durable_log._HEAD
+        if len(out) < at:
+            return data
+        begin = 0
+        for size in (durable_log._SEGMENT.size, durable_log._MARK.size, durable_log._MARK.size):
+            begin += size
+            struct.pack_into("<I", out, begin - 4, zlib.crc32(out[begin - size : begin - 4]))
         while at + head.size <= len(out):
-            magic, _, size, batch, segment = head.unpack_from(out, at)
-            size = min(size, len(out) - at - head.size)
-            body = bytes(out[at + head.size : at + head.size + size])
-            head.pack_into(out, at, magic, xxhash.xxh3_64(body).intdigest() & 0xFFFF_FFFF, size, batch, segment)
+            _, _, _, size, batch, segment, number = head.unpack_from(out, at)
+            if at + head.size + size <= len(out):
+                body = bytes(out[at + head.size : at + head.size + size])
+                checksum = xxhash.xxh3_64(body).intdigest() & 0xFFFF_FFFF
+                out[at : at + head.size] = durable_log._header(checksum, size, batch, segment, number)
             at += head.size + size
         return bytes(out)
 
@@ -616,7 +640,8 @@ class _Functions:
         (folder / f"{name}.py").write_text(_STEPS)
         sys.path.append(str(folder))
         module = importlib.import_module(name)
-        self._trust = Trust(False, "pickles are off here", (folder.resolve(),))
+        self._trust = Trust(False, "pickles are off here", (folder.resolve(),), is_worker=True)
+        np.save(folder / "mapped.npy", np.arange(12.0).reshape(3, 4))
         model = module.Model()
         found = (
             module.outer,
@@ -624,6 +649,7 @@ class _Functions:
             model.step,
             module.outer(model, np.arange(3000), module.Batch(1)),
             functools.partial(module.outer(2), Path("/a"), k=np.dtype("f4")),
+            functools.partial(module.outer, MappedArray.of(np.load(folder / "mapped.npy", mmap_mode="r"))),
         )
         self._forms: list[tuple[bytes, memoryview]] = []
         for each in found:
@@ -641,7 +667,11 @@ class _Functions:
         before = trust()
         settle(self._trust)
         try:
-            resolve(form, self._forms[data[0] % len(self._forms)][1] if data else b"", _refuse_handle)
+            found = resolve(form, self._forms[data[0] % len(self._forms)][1] if data else b"", _refuse_handle)
+            for each in found.args if isinstance(found, functools.partial) else ():
+                if isinstance(each, MappedArray):
+                    with contextlib.suppress(OSError):  # it is not there
+                        each.open().tolist()
         finally:
             settle(before)
 
@@ -737,7 +767,12 @@ def all_decoders(folder: Path) -> list[Decoder]:
             files.check_sum,
         ),
         Decoder("log", files.log_examples(), files.log, (DamagedError,), files.log_sums),
-        Decoder("token", [b"abcdefghijklmnopq\nqrstuvwxyz0123456789\n"], files.token, (ConfigurationError,)),
+        Decoder(
+            "token",
+            [b"abcdefghijklmnopqrstuvwxyz01\nqrstuvwxyz0123456789abcdefgh\n"],
+            files.token,
+            (ConfigurationError,),
+        ),
         Decoder("tf_config", [_TF_CONFIG.encode()], _tf_config, (ConfigurationError,)),
         Decoder(
             "address",

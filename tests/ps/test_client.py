@@ -23,6 +23,7 @@ from pscluster.ps import client as client_module
 from pscluster.ps.client import PsClient
 from pscluster.ps.connections import Server, Session
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.watchdog import Liveness
 from pscluster.v1 import node_pb2, ps_pb2
 
 JOB = 7
@@ -50,7 +51,7 @@ class StrawServer:
         self.asked = 0
         self.hello: Callable[[], None] = lambda: None
 
-    def check_holding(self) -> None:
+    def check_holding(self, timeout: float = 0.0) -> None:
         """Answers as the test says."""
         self.asked += 1
         self.hello()
@@ -62,7 +63,7 @@ class StrawServer:
 @pytest.fixture
 def client() -> Iterator[PsClient]:
     """A client that has no servers of its own."""
-    client = PsClient([], make_identity("chief", 0), (), job=JOB, incarnation=1, retry_seconds=RETRY_SECONDS)
+    client = PsClient([], make_identity("chief", 0), job=JOB, incarnation=1, retry_seconds=RETRY_SECONDS)
     yield client
     client.close()
 
@@ -157,7 +158,8 @@ def test_a_session_that_has_ended_at_once_leaves_no_thread() -> None:
             del path
             return call
 
-    session = Session(QueuedStream(cast(grpc.Channel, Channel()), "", ()))
+    stream = QueuedStream(cast(grpc.Channel, Channel()), "", ())
+    session = Session(stream, Liveness(lambda _seconds: True, RETRY_SECONDS))
     ended: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
     threading.Thread(target=lambda: ended.put(list(taken[0])), daemon=True).start()
     assert ended.get(timeout=PATIENCE) == []

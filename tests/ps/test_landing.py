@@ -16,7 +16,7 @@ from tests.conftest import PATIENCE
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.core.channels import PeerAddress
 from pscluster.core.errors import ProtocolError
-from pscluster.core.frames import Buffer, pack, padding, parts_of, view
+from pscluster.core.frames import CHUNK_BYTES, Buffer, pack, padding, parts_of, view
 from pscluster.ps.landing import Landing
 from pscluster.ps.wire import SESSION_BYTES
 from pscluster.v1 import ps_pb2
@@ -170,6 +170,14 @@ BAD: dict[str, list[tuple[int, bool]]] = {
 }
 
 
+def in_frames(head: ps_pb2.Request, payload: bytes, last: bool) -> Iterator[Sequence[Buffer]]:
+    """A payload in frames that gRPC takes, too."""
+    for at in range(0, len(payload), CHUNK_BYTES):
+        head.last = last and at + CHUNK_BYTES >= len(payload)
+        yield parts_of(head, [payload[at : at + CHUNK_BYTES]])
+        head = ps_pb2.Request()
+
+
 @pytest.mark.parametrize("sizes", BAD.values(), ids=BAD.keys())
 def test_what_does_not_come_whole_changes_nothing(
     strategy: ParameterServerStrategy, variable: Variable, sizes: list[tuple[int, bool]]
@@ -181,15 +189,14 @@ def test_what_does_not_come_whole_changes_nothing(
     def frames(sizes: list[tuple[int, bool]]) -> Iterator[Sequence[Buffer]]:
         head = request_of(strategy, variable)
         for size, last in sizes:
-            head.last = last
-            yield parts_of(head, [bytes([9]) * size])
+            yield from in_frames(head, bytes([9]) * size, last)
             head = ps_pb2.Request()
 
     (server,) = strategy.client._servers
     with pytest.raises((grpc.RpcError, ProtocolError)):
-        server.push(lambda _: frames(sizes), server.metadata, PATIENCE)
+        server.push(lambda _: frames(sizes), (), PATIENCE)
     np.testing.assert_array_equal(variable.numpy(), before)
-    server.push(lambda _: frames([(CHUNK, False), (CHUNK, True)]), server.metadata, PATIENCE)
+    server.push(lambda _: frames([(CHUNK, False), (CHUNK, True)]), (), PATIENCE)
     assert (variable.numpy() == 9).all()
 
 
@@ -199,8 +206,8 @@ def test_a_shard_that_is_named_twice(strategy: ParameterServerStrategy, variable
     def frames() -> Iterator[Sequence[Buffer]]:
         yield parts_of(request_of(strategy, variable, (0, 1, 0)))
         for value in (1, 2, 3):
-            yield parts_of(ps_pb2.Request(last=value == 3), [bytes([value]) * CHUNK])
+            yield from in_frames(ps_pb2.Request(), bytes([value]) * CHUNK, value == 3)
 
     (server,) = strategy.client._servers
-    server.push(lambda _: frames(), server.metadata, PATIENCE)
+    server.push(lambda _: frames(), (), PATIENCE)
     assert variable.numpy()[:, :5].tolist() == [[3] * 5, [2] * 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -48,6 +49,7 @@ SEQUENCES = range(1, 8)
 clients = st.sampled_from(CLIENTS)
 origins = st.one_of(
     st.builds(Origin, clients, st.sampled_from(FUNCTIONS), st.just(0)),
+    st.builds(Origin, clients, st.sampled_from(FUNCTIONS), st.just(0), st.sampled_from([1001, 1002])),
     st.builds(Origin, clients, st.just(0), st.sampled_from(SEQUENCES)),
 )
 keys = st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(1, 2))
@@ -64,10 +66,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.closed: set[int] = set()
         self.finished: set[int] = set()
         self.settled = dict.fromkeys(CLIENTS, 0)
+        self.term = 0
+        self.saved: set[tuple[int, Key]] = set()
 
     @staticmethod
     def owner(origin: Origin) -> object:
         """Whose key it is: a function's, whichever worker runs it, or a client's request's."""
+        if origin.key:
+            return "named", origin.key
         return origin.function or (origin.incarnation, origin.sequence)
 
     def refused(self, origin: Origin) -> bool:
@@ -76,9 +82,35 @@ class LedgerMachine(RuleBasedStateMachine):
             return True
         return not origin.function and origin.sequence < self.settled[origin.incarnation]
 
-    @rule(origin=origins, key=keys)
-    def update(self, origin: Origin, key: Key) -> None:
-        """An update arrives, for the first time or not."""
+    @rule()
+    def save(self) -> None:
+        """A checkpoint is made."""
+        self.saved = {
+            (owner[1], key) for owner, key in self.applied if isinstance(owner, tuple) and owner[0] == "named"
+        }
+
+    @rule(places=st.sets(st.tuples(st.integers(1, 2), st.integers(0, 1)), min_size=1))
+    def restore(self, places: set[tuple[int, int]]) -> None:
+        """It is restored, for some shards: what was remembered of these is what was then."""
+        self.term += 1
+        self.ledger.open_term(self.term)
+        for place in places:
+            named: dict[int, set[int]] = {}
+            for number, key in self.saved:
+                if key[:2] == place:
+                    named.setdefault(number, set()).add(key[2])
+            self.ledger.replace(*place, named)
+        self.applied = {name: 1 for name in self.applied if name[1][:2] not in places}
+        self.applied |= {(("named", number), key): 1 for number, key in self.saved if key[:2] in places}
+
+    @rule(origin=origins, key=keys, late=st.sampled_from([0, 0, 0, 1]))
+    def update(self, origin: Origin, key: Key, late: int) -> None:
+        """An update arrives, for the first time or not, or from before the last restore."""
+        origin = replace(origin, term=self.term)
+        if self.term and late:
+            with pytest.raises(StaleError, match="a checkpoint was restored"):
+                self.ledger.admit(replace(origin, term=self.term - late))
+            return
         if self.refused(origin):
             with pytest.raises(StaleError):
                 self.ledger.admit(origin)
@@ -115,7 +147,9 @@ class LedgerMachine(RuleBasedStateMachine):
         """No key is held that no admitted update could repeat."""
         live = 0
         for owner, _ in self.applied:
-            if isinstance(owner, tuple):
+            if isinstance(owner, tuple) and owner[0] == "named":
+                live += 1
+            elif isinstance(owner, tuple):
                 client, sequence = owner
                 live += client not in self.closed and sequence >= self.settled[client]
             else:

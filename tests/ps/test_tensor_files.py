@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.manager import _plan_variable
-from pscluster.core.errors import CheckpointError, StaleError
+from pscluster.core.errors import CheckpointError, StaleError, UnavailableError
 from pscluster.core.frames import padding, view
 from pscluster.core.geometry import Partition
 from pscluster.core.identity import fresh_id
@@ -257,12 +257,24 @@ class Servers:
         for store in self.stores:
             store.create(ps_pb2.CreateRequest(job=7, optimizer=spec), Payload([]))
 
-    def update(self, variable: str, shard: int, kind: ps_pb2.UpdateKind, values: Array, optimizer: str = "") -> None:
-        """Of a whole shard."""
+    def update(
+        self,
+        variable: str,
+        shard: int,
+        kind: ps_pb2.UpdateKind,
+        values: Array,
+        optimizer: str = "",
+        *,
+        function: int = 0,
+        key: int = 0,
+        late: int = 0,
+    ) -> None:
+        """Of a whole shard; sent so many terms ago."""
         spec = self.specs[variable]
         store = self.stores[spec.owners[shard]]
         self._sequence += 1
-        request = ps_pb2.UpdateRequest(job=7, incarnation=9, sequence=self._sequence)
+        request = ps_pb2.UpdateRequest(job=7, incarnation=9, function=function, key=key, term=store.term - late)
+        request.sequence = 0 if function else self._sequence
         request.items.add(
             variable=spec.id,
             shard=shard,
@@ -317,7 +329,7 @@ class Servers:
         for store, parts in zip(self.stores, self.parts, strict=True):
             parts.stage(store, number, requests[store.index].shards, lambda file: join(path, file))
         for store, parts in zip(self.stores, self.parts, strict=True):
-            parts.commit(store, number)
+            parts.commit(store, number, store.term + 1)
 
     def whole(self, variable: str) -> dict[str, bytes]:
         """All arrays of a variable, whole; what shards lack is as if they had had no gradient."""
@@ -619,8 +631,8 @@ def test_an_index_of_another_version(saved: Saved) -> None:
     file = folder / "index.json"
     body = json.loads(file.read_bytes())
     assert signed(dict(body)) == file.read_bytes()
-    file.write_bytes(signed({**body, "version": 2}))
-    with pytest.raises(CheckpointError, match=r"index\.json is of version 2 of the format, not 1"):
+    file.write_bytes(signed({**body, "version": 3}))
+    with pytest.raises(CheckpointError, match=r"index\.json is of version 3 of the format, not 2"):
         read_index(str(folder))
     file.write_bytes(signed({**body, "format": "other"}))
     with pytest.raises(CheckpointError, match=r"index\.json"):
@@ -772,7 +784,7 @@ def test_a_mark_leaves_what_is_staged(saved: Saved) -> None:
     target.write(folder.parent / "two")
     target.mark()
     for number in range(3):
-        target.parts[number].commit(target.stores[number], 5)
+        target.parts[number].commit(target.stores[number], 5, 1)
     versions = {key: version for key, (*_, version) in target.facts().items()}
     assert all(versions[key] > version for key, (*_, version) in before.items()), "copies that clients keep are old"
     assert state(target) == {name: state(servers)[name] for name in target.specs}
@@ -828,21 +840,60 @@ def test_names_that_meet_are_refused(tmp_path: Path) -> None:
         servers.save(tmp_path / "shards")
 
 
+def test_what_functions_with_keys_have_done(tmp_path: Path) -> None:
+    """What is in the checkpoint is not done again, in whatever shards it lies now; what came later is, if restored."""
+    servers = Servers(2)
+    servers.declare("w", np.zeros(4), [[2, 4]])
+    servers.declare("v", np.zeros(4))
+
+    def add(to: Servers, key: int, late: int = 0, shards: int = 2) -> list[list[float]]:
+        for shard in range(shards):
+            one = np.ones(4 // shards)
+            to.update("w", shard, ps_pb2.ADD, one, function=key, key=key, late=late)
+        to.update("v", 0, ps_pb2.ADD, np.ones(4), function=key, key=key, late=late)
+        return [np.frombuffer(to.whole(name)["value"]).tolist() for name in ("w", "v")]
+
+    assert add(servers, 1) == [[1] * 4] * 2
+    assert add(servers, 1) == [[1] * 4] * 2
+    servers.save(tmp_path / "one")
+    assert add(servers, 2) == [[2] * 4] * 2
+    servers.restore(tmp_path / "one")
+    with pytest.raises(StaleError, match="a checkpoint was restored since this update was sent"):
+        add(servers, 3, late=1)
+    assert add(servers, 1) == [[1] * 4] * 2
+    assert add(servers, 2) == [[2] * 4] * 2
+    del servers.specs["v"]  # it stays as it is, and so does what is known of it
+    servers.restore(tmp_path / "one")
+    servers.specs["v"] = read_spec(servers, "v")
+    assert add(servers, 2) == [[2] * 4] * 2
+    other = Servers(1)
+    other.declare("w", np.zeros(4))
+    other.declare("v", np.zeros(4))
+    other.restore(tmp_path / "one")
+    assert add(other, 1, shards=1) == [[1] * 4] * 2
+    assert add(other, 2, shards=1) == [[2] * 4] * 2
+
+
+def read_spec(servers: Servers, name: str) -> ps_pb2.VariableSpec:
+    """What the servers know of a variable."""
+    return servers.stores[0].describe([name], []).variables[0]
+
+
 def test_commit_of_what_is_not_staged() -> None:
     """It is refused: of another number, of another store, or a second time."""
     servers = Servers(2)
     servers.declare("w", np.zeros(4, np.float32))
     before = servers.facts()
     parts, store = servers.parts[0], servers.stores[0]
-    with pytest.raises(StaleError, match="nothing is staged under 5"):
-        parts.commit(store, 5)
+    with pytest.raises(UnavailableError, match="has nothing to restore any more"):
+        parts.commit(store, 5, 1)
     parts.stage(store, 5, [], str)
-    with pytest.raises(StaleError, match="nothing is staged under 6"):
-        parts.commit(store, 6)
-    with pytest.raises(StaleError, match="nothing is staged under 5"):
-        parts.commit(Store(0, 7), 5)
+    with pytest.raises(UnavailableError, match="has nothing to restore any more"):
+        parts.commit(store, 6, 1)
+    with pytest.raises(UnavailableError, match="has nothing to restore any more"):
+        parts.commit(Store(0, 7), 5, 1)
     parts.stage(store, 5, [], str)
     parts.forget()
-    with pytest.raises(StaleError, match="nothing is staged under 5"):
-        parts.commit(store, 5)
+    with pytest.raises(UnavailableError, match="has nothing to restore any more"):
+        parts.commit(store, 5, 1)
     assert servers.facts() == before

@@ -16,7 +16,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 from pscluster.core.rpc import methods
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS, _PING, _CONTINUATION = 0, 1, 4, 6, 9
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 6, 8, 9
+_INITIAL_WINDOW = 4
 _END_HEADERS = 4
 _BOMB = 8 << 20  # zeros; compressed, eight KiB
 
@@ -97,6 +98,52 @@ def bombs(address: str, services: tuple[ServiceDescriptor, ...]) -> None:
                     if method.server_streaming:
                         list(reply)
                     raise AssertionError(f"{method.path} was answered")
+
+
+@contextmanager
+def half_messages(
+    address: str, path: str, more: tuple[tuple[str, str], ...], size: int, streams: int
+) -> Iterator[tuple[int, set[int]]]:
+    """Calls on one connection, each with all but one byte of a message: the bytes that were taken, and the calls that
+    were ended. Nothing is sent beyond what the role has room for, as HTTP/2 wants it."""
+    calls, initial, ended = [2 * number + 1 for number in range(streams)], 65535, set[int]()
+    with opened(address) as connection:
+        connection.sendall(PREFACE + frame(_SETTINGS, 0, 0))
+        room, left, sent, buffer = {0: 65535} | dict.fromkeys(calls, initial), dict.fromkeys(calls, size - 1), 0, b""
+        for call in calls:
+            connection.sendall(head(path, call, more=more) + frame(_DATA, 0, call, struct.pack(">BI", 0, size)))
+            room[call], room[0] = room[call] - 5, room[0] - 5
+        connection.settimeout(0.5)
+        while True:
+            moved = False
+            for call in set(calls) - ended:
+                # One at a time, or calls would share the connection's room, and none had much of its message.
+                while (count := min(16384, left[call], room[call], room[0])) > 0:
+                    connection.sendall(frame(_DATA, 0, call, bytes(count)))
+                    room[call], room[0], left[call] = room[call] - count, room[0] - count, left[call] - count
+                    sent, moved = sent + count, True
+            try:
+                buffer += connection.recv(1 << 16)
+            except TimeoutError:
+                if not moved:  # it has taken what it will
+                    break
+            while len(buffer) >= 9 and len(buffer) >= 9 + int.from_bytes(buffer[:3]):
+                length, kind, flags = int.from_bytes(buffer[:3]), buffer[3], buffer[4]
+                call, body, buffer = int.from_bytes(buffer[5:9]), buffer[9 : 9 + length], buffer[9 + length :]
+                if kind == _WINDOW_UPDATE and call in room:
+                    room[call] += int.from_bytes(body)
+                elif kind == _PING and not flags:
+                    connection.sendall(frame(_PING, 1, 0, body))
+                elif kind == _SETTINGS and not flags:
+                    for at in range(0, length, 6):
+                        if int.from_bytes(body[at : at + 2]) == _INITIAL_WINDOW:
+                            grown = int.from_bytes(body[at + 2 : at + 6]) - initial
+                            initial += grown
+                            room = {key: value + grown * (key > 0) for key, value in room.items()}
+                    connection.sendall(frame(_SETTINGS, 1, 0))
+                elif kind == _RST_STREAM or (kind == _HEADERS and flags & 1):
+                    ended.add(call)
+        yield sent, ended
 
 
 @contextmanager

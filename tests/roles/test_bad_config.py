@@ -326,11 +326,11 @@ def test_swapped_addresses(tmp_path: Path) -> None:
         hint = "answers there: compare the cluster in TF_CONFIG on both"
         with Process(command_of("coordinator", tmp_path), environ(tf_config(swapped, "chief"))) as process:
             line = complaint(process, 1)
-            assert line.startswith(f"{worker[0]} should be ps 0, but worker 0 (")
+            assert line.startswith(f"{worker[0]} should be ps 0, but worker 0 ")
             assert line.endswith(hint)
         with Process(command_of("worker", tmp_path), environ(tf_config(crossed, "worker", 1))) as process:
             line = complaint(process, 1)
-            assert line.startswith(f"{ps[1]} should be ps 0, but ps 1 (")
+            assert line.startswith(f"{ps[1]} should be ps 0, but ps 1 ")
             assert line.endswith(hint)
 
 

@@ -33,6 +33,7 @@ from tests.roles.wire import SECONDS
 
 from pscluster.coordinator.cli import cli
 
+OPEN = {"PSCLUSTER_INSECURE": "1"}  # on loopback: anybody may call
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -53,7 +54,7 @@ def test_standard_health_check(tmp_path: Path) -> None:
     cluster = make_cluster()
     ps_address, worker_address, chief_address = (cluster[job][0] for job in ("ps", "worker", "chief"))
     gate = tmp_path / "gate"
-    with Roles(cluster, tmp_path) as roles:
+    with Roles(cluster, tmp_path, OPEN) as roles:
         coordinator = roles.coordinator(IDLE, str(gate))
         coordinator.wait_for("waiting for ps 0")
         assert check(chief_address) == NOT_SERVING
@@ -79,7 +80,7 @@ def test_a_leaving_role_is_not_serving(tmp_path: Path) -> None:
     """A worker that was asked to stop says NOT_SERVING while the running function ends."""
     cluster = make_cluster()
     gate = tmp_path / "gate"
-    with Roles(cluster, tmp_path) as roles:
+    with Roles(cluster, tmp_path, OPEN) as roles:
         roles.ps()
         worker = roles.worker()
         roles.coordinator(HELD, str(gate))
@@ -99,14 +100,14 @@ def test_a_leaving_role_is_not_serving(tmp_path: Path) -> None:
 def test_health_command(tmp_path: Path) -> None:
     """`pscluster health` exits with 0 if the role serves and with 1 if not, and says so in one line."""
     cluster = make_cluster()
-    with Roles(cluster, tmp_path) as roles:
+    with Roles(cluster, tmp_path, OPEN) as roles:
         worker = roles.worker()
         worker.wait_for("waiting for")
-        assert run("health", cluster["worker"][0]) == (1, f"{cluster['worker'][0]} is NOT_SERVING\n")
+        assert run("health", cluster["worker"][0], **OPEN) == (1, f"{cluster['worker'][0]} is NOT_SERVING\n")
         roles.ps().wait_for("serving on")
-        assert run("health", cluster["ps"][0]) == (0, f"{cluster['ps'][0]} is SERVING\n")
+        assert run("health", cluster["ps"][0], **OPEN) == (0, f"{cluster['ps'][0]} is SERVING\n")
     nowhere = cluster["ps"][0]
-    assert run("health", nowhere) == (1, f"{nowhere} does not answer: nothing listens there\n")
+    assert run("health", nowhere, **OPEN) == (1, f"{nowhere} does not answer: nothing listens there\n")
 
 
 def http(connection: socket.socket) -> None:
@@ -131,17 +132,17 @@ def silence(connection: socket.socket) -> None:
 def test_health_of_a_stranger(answer: Callable[[socket.socket], None]) -> None:
     """Where something else listens, `pscluster health` says that it is no pscluster role."""
     with listener(answer) as address:
-        code, output = run("health", address)
+        code, output = run("health", address, **OPEN)
     assert code == 1
     assert output == f"{address} does not answer: something listens there, but it does not answer as a pscluster role\n"
 
 
 def test_health_of_a_bad_address() -> None:
     """An address that is none is a mistake of the command line: exit code 2."""
-    code, output = run("health", "somewhere")
+    code, output = run("health", "somewhere", **OPEN)
     assert code == 2
     assert output == 'pscluster: address is "somewhere", but it has no port; write, for example, "somewhere:2222"\n'
-    code, output = run("health", "no-such-host.invalid:2222")
+    code, output = run("health", "no-such-host.invalid:2222", **OPEN)
     assert code == 1
     assert output.startswith(
         "no-such-host.invalid:2222 does not answer: the host no-such-host.invalid does not resolve"
@@ -159,10 +160,10 @@ def test_status(tmp_path: Path) -> None:
     cluster = {**make_cluster(ps=1, workers=2), "evaluator": free_addresses(1)}
     config = tf_config(cluster, "ps")
     gate = tmp_path / "gate"
-    with Roles(cluster, tmp_path) as roles:
+    with Roles(cluster, tmp_path, OPEN) as roles:
         coordinator = roles.coordinator(IDLE, str(gate))
         coordinator.wait_for("waiting for ps 0")
-        code, output = run("status", config=config)
+        code, output = run("status", config=config, **OPEN)
         table = rows(output)
         assert code == 1
         assert list(table)[-5:] == ["chief 0", "ps 0", "worker 0", "worker 1", "evaluator 0"]
@@ -172,7 +173,7 @@ def test_status(tmp_path: Path) -> None:
         roles.ps().wait_for("serving on")
         workers = [roles.worker(0), roles.worker(1)]
         coordinator.wait_for("connected")
-        code, output = run("status", config=config)
+        code, output = run("status", config=config, **OPEN)
         table = rows(output)
         assert code == 0, output
         assert table["chief 0"][1] == "coordinating"
@@ -186,7 +187,7 @@ def test_status(tmp_path: Path) -> None:
         os.kill(workers[0].pid, 9)
         workers[0].wait()
         coordinator.wait_for("worker 0 at .* is gone")
-        code, output = run("status", config=config)
+        code, output = run("status", config=config, **OPEN)
         table = rows(output)
         assert code == 1
         assert "1 of 2 workers up, missing: worker 0" in " ".join(output.split())
@@ -195,18 +196,18 @@ def test_status(tmp_path: Path) -> None:
 
         gate.touch()
         assert coordinator.wait() == 0
-        code, output = run("status", config=config)
+        code, output = run("status", config=config, **OPEN)
         assert rows(output)["ps 0"][1] == "waiting for a coordinator"
 
 
 def test_status_of_the_wrong_role(tmp_path: Path) -> None:
     """Where another role answers than the one that TF_CONFIG names, the table says which."""
     cluster = make_cluster()
-    with Roles(cluster, tmp_path) as roles:
+    with Roles(cluster, tmp_path, OPEN) as roles:
         roles.ps().wait_for("serving on")
         roles.worker().wait_for("serving on")
         swapped = {"ps": cluster["worker"], "worker": cluster["ps"]}
-        code, output = run("status", config=tf_config(swapped, "ps"))
+        code, output = run("status", config=tf_config(swapped, "ps"), **OPEN)
     assert code == 1
     table = rows(output)
     assert table["ps 0"][1] == "not up"
@@ -234,7 +235,7 @@ def test_status_broken_off() -> None:
 @pytest.mark.parametrize("config", [None, "{}", '{"cluster": {}}'])
 def test_status_of_no_cluster(config: str | None) -> None:
     """Without a cluster to ask, `pscluster status` says what to set: exit code 2."""
-    code, output = run("status", config=config)
+    code, output = run("status", config=config, **OPEN)
     assert code == 2
     assert output.startswith("pscluster: TF_CONFIG names no cluster to ask")
     assert len(output.splitlines()) == 1

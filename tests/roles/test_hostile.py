@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import resource
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,21 +18,25 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.roles.hostile import bombs, crowd, opened, rubbish, trickle
+from tests.roles.hostile import PREFACE, bombs, crowd, frame, head, opened, rubbish, trickle
 from tests.roles.processes import PSCLUSTER, Roles, make_cluster, until
 from tests.roles.wire import SERVICES
 
 from pscluster.core import limits
-from pscluster.core.channels import NODE_SERVICE
+from pscluster.core.channels import NODE_SERVICE, open_channel
 from pscluster.core.doorkeeper import _LOOKS_TO_FORGET, Doorkeeper, _peer_of
 from pscluster.core.identity import make_identity
 from pscluster.core.limits import raise_descriptor_limit
 from pscluster.core.rpc import Stub
-from pscluster.core.tokens import call_metadata
+from pscluster.core.security.authenticator import CALL_METADATA
+from pscluster.core.security.channel import AuthenticatedChannel
+from pscluster.core.security.handshake import Secret
+from pscluster.core.security.refusals import BURST
 from pscluster.v1 import node_pb2
 
 TOKEN = "correct-horse-battery-staple"
 CONNECTIONS = 2000
+_STATUS = "/pscluster.v1.Node/Status"
 _UNPACKED = 48 << 20
 GROWTH = 96 << 20  # far less than all that is sent
 
@@ -94,18 +100,18 @@ class Working:
         """Where the data planes are, by role."""
         found = {}
         for job in ("ps", "worker"):
-            with grpc.insecure_channel(self.addresses[job]) as channel:
+            with open_channel(self.addresses[job], None, TOKEN) as channel:
                 request = node_pb2.HelloRequest(identity=make_identity("tool", 0))
-                hello = Stub(channel, NODE_SERVICE).hello(request, metadata=call_metadata(TOKEN), timeout=60)
+                hello = Stub(channel, NODE_SERVICE).hello(request, timeout=60)
             assert hello.data_port
             found[job] = f"127.0.0.1:{hello.data_port}"
         return found
 
     def answers(self, job: str) -> bool:
         """Does the role take a new connection of somebody who belongs here?"""
-        with grpc.insecure_channel(self.addresses[job], options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        with open_channel(self.addresses[job], None, TOKEN) as channel:
             try:
-                Stub(channel, NODE_SERVICE).status(node_pb2.StatusRequest(), metadata=call_metadata(TOKEN), timeout=5)
+                Stub(channel, NODE_SERVICE).status(node_pb2.StatusRequest(), timeout=5)
             except grpc.RpcError:
                 return False
             return True
@@ -146,13 +152,52 @@ def test_compressed_messages_are_not_unpacked(working: Working) -> None:
     before = working.resident()
     zeros = bytes(_UNPACKED)
     for address in working.addresses.values():
-        with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
-            call: Any = channel.unary_unary("/pscluster.v1.Node/Status")
+        with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as plain:
+            header, _ = AuthenticatedChannel(plain, Secret.of(TOKEN), address).session().next_call(_STATUS)
+            call: Any = plain.unary_unary(_STATUS)
             with pytest.raises(grpc.RpcError) as refused:
-                call(zeros, timeout=60, metadata=call_metadata(TOKEN), compression=grpc.Compression.Gzip)
+                call(zeros, timeout=60, metadata=((CALL_METADATA, header),), compression=grpc.Compression.Gzip)
             assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED, refused.value
     grown = {job: size - before[job] for job, size in working.resident().items()}
     assert all(size < _UNPACKED // 2 for size in grown.values()), grown
+
+
+def test_who_is_refused_again_and_again_is_closed(working: Working) -> None:
+    """Calls without the token in a loop: at last they get no answer, and their connections are closed; who belongs to
+    the cluster is served at the same address meanwhile, and the log has a line, not one for each call."""
+    address, data = working.addresses["ps"], working.data_addresses()["ps"]
+    calls = b"".join(head("/pscluster.v1.Node/Status", 2 * n + 1) for n in range(64))
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(opened(address)) for _ in range(3 * BURST // 64)]
+        for connection in strangers:
+            connection.sendall(PREFACE + frame(4, 0, 0) + calls)
+            connection.setblocking(False)
+
+        def closed() -> bool:
+            return any(map(has_ended, strangers))
+
+        until(closed, "a connection is closed")
+    assert working.answers("ps")
+    with opened(data) as connection:  # a handshake of rubbish
+        connection.sendall(struct.pack("<IBBH", 33, 5, 0xD5, 0) + b"\x1a\x1f" + b"\xff" * 31)
+        connection.makefile("rb").read()
+    working.goes_on(1)
+    log = working.processes["ps"].output
+    assert "calls without a valid proof of the cluster token" in log
+    assert log.count("refused ") < 5
+    assert "Traceback" not in log
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Has the other side closed it? What came before is dropped."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
 
 
 @pytest.mark.timeout(180)
@@ -190,22 +235,22 @@ def test_strangers_do_not_keep_others_out(tmp_path: Path) -> None:
     few = ("bash", "-c", 'ulimit -n 256; exec "$0" "$@"')
     cluster = make_cluster()
     env = {"PSCLUSTER_TOKEN": TOKEN}
-    with Roles(cluster, tmp_path, env) as roles, grpc.insecure_channel(cluster["ps"][0]) as watching:
+    with Roles(cluster, tmp_path, env) as roles, open_channel(cluster["ps"][0], None, TOKEN) as watching:
         ps = roles.start("ps", role="ps", command=(*few, *PSCLUSTER))
         ps.wait_for("serving on")
         address = cluster["ps"][0]
         # A probe that was there before, and says nothing more.
         asked = health_pb2.HealthCheckRequest()
-        watch = health_pb2_grpc.HealthStub(watching).Watch(asked, metadata=call_metadata(TOKEN))
+        watch = health_pb2_grpc.HealthStub(watching).Watch(asked)
         next(watch)
         with crowd(address, 600) as connections:
             assert len(connections) > 192
-            with grpc.insecure_channel(address) as channel:
+            with open_channel(address, None, TOKEN) as channel:
                 stub = Stub(channel, NODE_SERVICE)
 
                 def answers() -> bool:
                     try:
-                        stub.status(node_pb2.StatusRequest(), metadata=call_metadata(TOKEN), timeout=5)
+                        stub.status(node_pb2.StatusRequest(), timeout=5)
                     except grpc.RpcError:
                         return False
                     return True

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.examples.test_word2vec import SMALL, topics
 from tests.roles.processes import Roles, make_cluster, run, run_all, tf_config
@@ -336,7 +337,7 @@ def test_the_receiver_refuses(tmp_path: Path) -> None:
 def test_whoever_listens_to_anybody_takes_no_pickles(tmp_path: Path, allowed: bool) -> None:
     """Without a token and off loopback they are refused, unless somebody has said that they are wanted."""
     env = {"PSCLUSTER_ALLOW_PICKLE": "1"} if allowed else {}
-    output, said = refusals(tmp_path, env, {}, bind="0.0.0.0:")
+    output, said = refusals(tmp_path, env, {"PSCLUSTER_INSECURE": "1"}, bind="0.0.0.0:")
     assert ("ran" in output) is allowed, output
     why = "this role listens on 0.0.0.0:"
     assert (why in output) is not allowed, output
@@ -378,9 +379,47 @@ if __name__ == "__main__":
         assert "is not here, or is another version; looked at" in chief.output, chief.output
 
 
+MAPPED = """
+import sys
+import numpy as np
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver
+def total(batch):
+    return float(batch.sum())
+if __name__ == "__main__":
+    with ParameterServerStrategy(TFConfigClusterResolver()) as strategy:
+        coordinator = ClusterCoordinator(strategy)
+        data = coordinator.distribute_dataset(np.load(sys.argv[1], mmap_mode="r")).batch(4)
+        try:
+            print("losses", coordinator.fit(total, data, epochs=1, verbose=0).history["loss"])
+        except Exception as error:
+            print("failed", type(error).__name__, error)
+        print("still there", coordinator.schedule(total, args=(np.ones(3),)).fetch())
+"""
+
+
+def test_data_files_are_read_below_what_workers_were_given(tmp_path: Path) -> None:
+    """A mapped array of a file elsewhere is refused, and the worker lives on; with --data-from it is read."""
+    data, scripts = tmp_path / "data", tmp_path / "scripts"
+    data.mkdir()
+    scripts.mkdir()
+    np.save(data / "numbers.npy", np.arange(8.0))
+    (scripts / "script.py").write_text(MAPPED)
+    job = ("run", "--no-pickle", "--max-restarts", "0")
+    script = (str(scripts / "script.py"), str(data / "numbers.npy"))
+    code, output = run(*job, *script)
+    assert code == 0, output
+    refusal = r"failed .*lies outside of the folders .*: start the workers with --data-from"
+    assert re.search(refusal, output, re.DOTALL), output
+    assert "still there 3.0" in output
+    code, output = run(*job, "--data-from", str(data), *script)
+    assert code == 0, output
+    assert "losses [14.0]" in output
+
+
 def test_the_help_says_it() -> None:
     """Of every command that starts a role."""
     for code, output in run_all([((name, "--help"), {}) for name in ("ps", "worker", "coordinator", "run")]):
         assert code == 0
         assert "--no-pickle" in output
         assert "--functions-from" in output
+        assert "--data-from" in output

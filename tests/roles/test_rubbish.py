@@ -12,13 +12,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from tests.roles.wire import SECONDS
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
-from pscluster.core.channels import NODE_SERVICE
-from pscluster.core.rpc import methods
-from pscluster.core.tokens import call_metadata
+from pscluster.core.channels import NODE_SERVICE, open_channel
+from pscluster.core.identity import make_identity
+from pscluster.core.rpc import Stub, methods
 from pscluster.ps.wire import SERVICE as PS_SERVICE
-from pscluster.v1 import ps_pb2
+from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
 
 GREETINGS = (
@@ -51,12 +52,12 @@ def _rubbish(generator: random.Random) -> Iterator[bytes]:
     yield ps_pb2.Request(id=1, last=True, read=ps_pb2.ReadRequest(job=1, items=[item])).SerializeToString()
 
 
-def _call(channel: grpc.Channel, method: Any, messages: list[bytes], metadata: Any) -> None:
+def _call(channel: grpc.Channel, method: Any, messages: list[bytes]) -> None:
     """Whatever the answer is, it is an answer: no call hangs."""
     call = getattr(channel, method.shape)(method.path)
     request: Any = iter(messages) if method.client_streaming else messages[0]
     with contextlib.suppress(grpc.RpcError):
-        reply = call(request, metadata=metadata, timeout=20)
+        reply = call(request, timeout=20)
         if method.server_streaming and not method.path.endswith("Attach"):
             for _ in zip(reply, range(10), strict=False):
                 pass
@@ -87,11 +88,29 @@ def test_rubbish_on_the_port_and_in_every_method(cluster: LocalCluster) -> None:
                 connection.settimeout(0.05)
                 with contextlib.suppress(OSError):
                     connection.recv(1000)
-        with grpc.insecure_channel(address) as channel:
+        with open_channel(address, None, cluster.token) as channel:
             for method in (*methods(service), *methods(NODE_SERVICE)):
                 for message in _rubbish(generator):
-                    _call(channel, method, [message, message], call_metadata(cluster.token))
+                    _call(channel, method, [message, message])
 
     _still_works(cluster)
     assert cluster.pids.keys() == before.keys()
     assert all(_resident(pid) < before[task] + GROWTH for task, pid in cluster.pids.items())
+
+
+def test_an_attach_that_makes_no_sense_changes_nothing(cluster: LocalCluster) -> None:
+    """One with the holdings of more or fewer servers than there are is refused; the next one gets the worker."""
+    address = cluster.cluster_spec().task_address("worker", 0)
+    with open_channel(address, None, cluster.token) as channel:
+        node = Stub(channel, NODE_SERVICE)
+        request = node_pb2.AttachRequest(coordinator=make_identity("chief", 0), job=7, num_workers=1)
+        for holdings in ([], [1, 2], [1] * 1000):
+            del request.holdings[:]
+            request.holdings.extend(holdings)
+            with pytest.raises(grpc.RpcError) as refused:
+                next(node.attach(request, timeout=SECONDS, wait_for_ready=True))
+            said = f"the coordinator has {len(holdings)} parameter servers, and TF_CONFIG of worker 0 lists 1"
+            assert said in str(refused.value.details())
+            reply = node.status(node_pb2.StatusRequest(), timeout=SECONDS)
+            assert (reply.state, reply.coordinator) == ("waiting for a coordinator", "")
+    _still_works(cluster)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import hashlib
 import shutil
 import ssl
 import stat
@@ -19,6 +21,8 @@ import grpc
 import numpy as np
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from grpc.experimental.session_cache import ssl_session_cache_lru
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tests.conftest import OpenCall, grpc_server, until
 from tests.roles.processes import (
@@ -35,7 +39,7 @@ from tests.roles.processes import (
     tf_config,
 )
 from tests.roles.test_token import ALL_METHODS, call
-from tests.roles.wire import SECONDS, SERVICES, Metadata
+from tests.roles.wire import SECONDS, SERVICES, with_token
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -60,7 +64,6 @@ from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 
 TOKEN = "correct-horse-battery-staple"
-RIGHT: Metadata = (("authorization", f"Bearer {TOKEN}"),)
 OPEN_TO_OTHERS = {
     "Check": {"ps", "worker", "tool"},
     "Watch": {"ps", "worker", "tool"},
@@ -74,11 +77,11 @@ OPEN_TO_OTHERS = {
 """Beside the coordinator. What is new is the coordinator's, until somebody thinks about it and writes it here."""
 
 
-def channel_of(address: str, ours: Path, authorities: Path | None = None) -> grpc.Channel:
+def channel_of(address: str, ours: Path, authorities: Path | None = None, more: Any = ()) -> grpc.Channel:
     """A channel with whatever certificate there is in a folder, bad ones too, which `Tls` would refuse."""
     pair = [(ours / name).read_bytes() if (ours / name).exists() else None for name in ("tls.key", "tls.crt")]
     credentials = grpc.ssl_channel_credentials(((authorities or ours) / "ca.crt").read_bytes(), *pair)
-    return grpc.secure_channel(address, credentials, options=[("grpc.use_local_subchannel_pool", 1)])
+    return grpc.secure_channel(address, credentials, options=[("grpc.use_local_subchannel_pool", 1), *more])
 
 
 def without_role(folder: Path, certificates: Path) -> Path:
@@ -157,12 +160,12 @@ def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
     """Each method of each role is open to those whose certificate says so, with the token, and to nobody else."""
     name = method.path.rsplit("/", 1)[1]
     for what, ours in guarded.strangers.items():
-        error = call(guarded.channel(role, ours), method, RIGHT)
+        error = call(with_token(guarded.channel(role, ours), TOKEN), method)
         assert error is not None, what
         assert error.code() == grpc.StatusCode.UNAVAILABLE, what
     for caller in access.ROLES:
         channel = guarded.channel(role, guarded.certificates / caller)
-        error = call(channel, method, RIGHT)
+        error = call(with_token(channel, TOKEN), method)
         code = None if error is None else error.code()
         if caller == "coordinator" or caller in OPEN_TO_OTHERS.get(name, ()):
             assert code not in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED), caller
@@ -182,9 +185,9 @@ def test_what_is_refused_is_not_read(role: str, method: Method, guarded: Guarded
     """A certificate that does not open the method is told so before a message has come: no thread waits for one."""
     name = method.path.rsplit("/", 1)[1]
     for caller in {"ps", "worker", "tool"} - OPEN_TO_OTHERS.get(name, set()):
-        channel, over = guarded.channel(role, guarded.certificates / caller), Event()
+        channel, over = with_token(guarded.channel(role, guarded.certificates / caller), TOKEN), Event()
         unary: Any = channel.stream_unary(method.path)
-        pending = unary.future(nothing_until(over), metadata=RIGHT, timeout=SECONDS)
+        pending = unary.future(nothing_until(over), timeout=SECONDS)
         assert pending.code() == grpc.StatusCode.PERMISSION_DENIED, caller
         over.set()
 
@@ -219,7 +222,7 @@ def test_plain_text_gets_nowhere(guarded: Guarded) -> None:
     """Without TLS no role answers, whatever the token."""
     for role, address in guarded.addresses.items():
         with grpc.insecure_channel(address) as channel:
-            error = call(channel, next(iter(methods(SERVICES[role][0]))), RIGHT)
+            error = call(with_token(channel, TOKEN), next(iter(methods(SERVICES[role][0]))))
             assert error is not None
             assert error.code() == grpc.StatusCode.UNAVAILABLE
 
@@ -229,7 +232,7 @@ def test_a_certificate_without_a_role(guarded: Guarded, tmp_path: Path) -> None:
     ours = without_role(tmp_path / "roleless", guarded.certificates)
     for method in methods(SERVICES["ps"][2]):
         with channel_of(guarded.addresses["ps"], ours) as channel:
-            error = call(channel, method, RIGHT)
+            error = call(with_token(channel, TOKEN), method)
         assert error is not None
         assert error.code() == grpc.StatusCode.PERMISSION_DENIED
         assert "names no role: give it the URI pscluster://role/ROLE" in (error.details() or "")
@@ -243,20 +246,20 @@ def test_workers_create_nothing(guarded: Guarded) -> None:
         ps_pb2.CreateRequest(optimizer=ps_pb2.OptimizerSpec(id=2, name="another", rule="sgd")),
     ]
     refused = "does not open the creation of variables"
-    channel = guarded.channel("ps", guarded.certificates / "worker")
+    channel = with_token(guarded.channel("ps", guarded.certificates / "worker"), TOKEN)
     session: Any = channel.stream_stream(f"/{PS_SERVICE.full_name}/Session")
     push: Any = channel.stream_unary(f"/{PS_SERVICE.full_name}/Push")
     for request in create:
         data = pack(ps_pb2.Request(create=request, last=True))
-        reply, _ = unpack(next(session(iter([data]), metadata=RIGHT, timeout=SECONDS)), ps_pb2.Reply)
+        reply, _ = unpack(next(session(iter([data]), timeout=SECONDS)), ps_pb2.Reply)
         assert reply.refusal.kind == "not-permitted"
         assert refused in reply.refusal.message
         with pytest.raises(grpc.RpcError) as caught:
-            push(iter([data]), metadata=RIGHT, timeout=SECONDS)
+            push(iter([data]), timeout=SECONDS)
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
         assert refused in (caught.value.details() or "")
     with pytest.raises(grpc.RpcError, match="does not open what writes to the disk"):
-        Stub(channel, PS_SERVICE).describe(ps_pb2.DescribeRequest(saved=True), metadata=RIGHT, timeout=SECONDS)
+        Stub(channel, PS_SERVICE).describe(ps_pb2.DescribeRequest(saved=True), timeout=SECONDS)
 
 
 def test_workers_set_rates_and_no_rules() -> None:
@@ -372,7 +375,7 @@ def test_renewal_under_a_running_job(tmp_path: Path) -> None:
         worker.wait_for("running on worker")
         put(new, used)
         # A server that goes on: at its next connection it shows the new one, and asks for one of the new CA.
-        until(lambda: is_healthy(cluster["ps"][1], (), tls=Tls(new / "tool"))[0], "the new one is shown")
+        until(lambda: is_healthy(cluster["ps"][1], None, tls=Tls(new / "tool"))[0], "the new one is shown")
         assert "was read again: its certificate is good until" in second.output
         with first:
             pass  # killed
@@ -381,6 +384,89 @@ def test_renewal_under_a_running_job(tmp_path: Path) -> None:
         gate.touch()
         coordinator.wait_for(DONE)
         assert coordinator.wait() == 0
+
+
+def _names(folder: Path) -> dict[str, str]:
+    """By what a list may name the certificate of a folder."""
+    certificate = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
+    key = certificate.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return {
+        "serial": f"serial={certificate.serial_number:040X}",
+        "certificate": certificate.fingerprint(hashes.SHA256()).hex(":"),
+        "key": hashlib.sha256(key).hexdigest(),
+    }
+
+
+@pytest.mark.parametrize("by", ["serial", "certificate", "key"])
+def test_a_key_is_revoked(by: str, tmp_path: Path) -> None:
+    """Its open streams end and its calls are refused, whatever names it, without a restart; others go on. A list that
+    makes no sense is an error in the log, and the one before stays."""
+    certificates, cluster = tmp_path / "certificates", make_cluster()
+    make_certificates(certificates)
+    listed = certificates / "ps" / "revoked.txt"
+    worker = certificates / "worker"
+    with (
+        Roles(cluster, tmp_path, {"PSCLUSTER_TLS": str(certificates)}) as roles,
+        channel_of(cluster["ps"][0], worker) as lost,
+        channel_of(cluster["ps"][0], certificates / "tool") as kept,
+    ):
+        ps = roles.ps()
+        ps.wait_for("serving on")
+        over, session = Event(), cast("Any", lost.stream_stream(f"/{PS_SERVICE.full_name}/Session"))
+        stream = session(nothing_until(over))
+        ask = health_pb2.HealthCheckRequest()
+        watch: Any = health_pb2_grpc.HealthStub(lost).Watch(ask, timeout=SECONDS)
+        next(watch)
+        listed.with_suffix(".draft").write_text(f"# stolen\n{_names(worker)[by]}  # from a worker\n")
+        listed.with_suffix(".draft").rename(listed)
+        for each in (stream, watch):
+            assert each.code() is grpc.StatusCode.CANCELLED
+        over.set()
+        with pytest.raises(grpc.RpcError, match="the caller's certificate was revoked"):
+            health_pb2_grpc.HealthStub(lost).Check(ask, timeout=SECONDS)
+        listed.write_text("everybody\n")
+        ps.wait_for("the certificates of before stay: .*line 1: 'everybody' is neither a serial number")
+        with pytest.raises(grpc.RpcError, match="the caller's certificate was revoked"):
+            health_pb2_grpc.HealthStub(lost).Check(ask, timeout=SECONDS)
+        assert health_pb2_grpc.HealthStub(kept).Check(ask, timeout=SECONDS).status
+        renew_certificates(certificates)
+        with channel_of(cluster["ps"][0], worker) as again:
+            if by == "key":  # which a new certificate keeps
+                with pytest.raises(grpc.RpcError, match="the caller's certificate was revoked"):
+                    health_pb2_grpc.HealthStub(again).Check(ask, timeout=SECONDS)
+            else:
+                assert health_pb2_grpc.HealthStub(again).Check(ask, timeout=SECONDS).status
+
+
+def test_an_expired_certificate_on_a_resumed_session(tmp_path: Path) -> None:
+    """TLS looks at the date in the first handshake of a session only: who goes on with it later is refused by us."""
+    certificates, short, cluster = tmp_path / "certificates", tmp_path / "short", make_cluster()
+    make_certificates(certificates)
+    with Roles(cluster, tmp_path, {"PSCLUSTER_TLS": str(certificates)}) as roles:
+        roles.ps().wait_for("serving on")
+        shutil.copytree(certificates, short)
+        renew_certificates(short, days=8 / 86_400)
+        ends = x509.load_pem_x509_certificate((short / "tool" / "tls.crt").read_bytes()).not_valid_after_utc
+        cache: Any = ("grpc.ssl_session_cache", ssl_session_cache_lru(4))  # type: ignore[no-untyped-call]
+        address = cluster["ps"][0].replace("127.0.0.1", "localhost")  # sessions are kept by name
+
+        def check() -> grpc.RpcError | None:
+            with channel_of(address, short / "tool", more=(cache,)) as channel:
+                try:
+                    health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+                except grpc.RpcError as error:
+                    return error
+                return None
+
+        assert check() is None
+        until(lambda: datetime.datetime.now(datetime.UTC) > ends, "the certificate has expired")
+        error = check()
+        assert error is not None
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "expired at" in (error.details() or "")
+        assert "its TLS session is of before" in (error.details() or "")
 
 
 def test_a_bad_renewal(tmp_path: Path) -> None:
@@ -404,7 +490,7 @@ def test_a_bad_renewal(tmp_path: Path) -> None:
                 (certificates / "ps" / "tls.crt").write_bytes(data)
 
             def is_said(why: str = why) -> bool:
-                assert is_healthy(cluster["ps"][0], (), tls=tool)[0], "that of before stays"
+                assert is_healthy(cluster["ps"][0], None, tls=tool)[0], "that of before stays"
                 lines = [line for line in ps.output.splitlines() if "the certificates of before stay" in line]
                 return any(why in line for line in lines)
 
@@ -412,7 +498,7 @@ def test_a_bad_renewal(tmp_path: Path) -> None:
         (certificates / "ps" / "tls.crt").write_bytes(old)
 
         def is_back() -> bool:
-            assert is_healthy(cluster["ps"][0], (), tls=tool)[0]
+            assert is_healthy(cluster["ps"][0], None, tls=tool)[0]
             return "was read again" in ps.output
 
         until(is_back, "the good one is taken up")
@@ -583,15 +669,15 @@ def test_the_token_in_plain_text(tmp_path: Path) -> None:
     far = {"ps": ["ps0.example.com:2222"], "worker": [address], "chief": [f"c.example.com:{port}"]}
     near = {**make_cluster(), "chief": far["chief"]}
     listening = (
-        f"refusing to listen on 0.0.0.0:{port} in plain text, where anybody on the way could read the cluster token"
+        f"refusing to listen on 0.0.0.0:{port} in plain text, where anybody on the way could read and change all"
     )
-    sending = "refusing to send the cluster token to ps 0 at ps0.example.com:2222 in plain text"
+    sending = "refusing to talk to ps 0 at ps0.example.com:2222 in plain text"
     mend = ("--tls DIR", "PSCLUSTER_TLS", "`pscluster certs DIR` makes", "--insecure")
     cases: list[tuple[Sequence[str], str, str]] = [
         (["ps", "--bind", f"0.0.0.0:{port}"], tf_config(near, "ps"), listening),
         (["worker"], tf_config(far, "worker"), sending),
         (["status"], tf_config({"ps": far["ps"]}, "ps"), sending),
-        (["health", "ps0.example.com:2222"], "", "refusing to send the cluster token to ps0.example.com:2222 in plain"),
+        (["health", "ps0.example.com:2222"], "", "refusing to talk to ps0.example.com:2222 in plain"),
     ]
     env = {"PSCLUSTER_TOKEN": TOKEN}
     results = run_all([(arguments, {"TF_CONFIG": config, **env}) for arguments, config, _ in cases])
@@ -653,7 +739,7 @@ def test_a_local_cluster_that_others_reach() -> None:
             for _ in range(6):
                 coordinator.schedule(step)
             coordinator.join()
-            recorded = timeline.collect(strategy.tasks, strategy.metadata)  # on channels of its own
+            recorded = timeline.collect(strategy.tasks)  # on channels of its own
             assert [each.missing for each in recorded] == [""] * 4
             cluster.kill("worker", 0)
             for _ in range(6):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import stat
 import sys
@@ -13,6 +14,8 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.conftest import until
 from tests.roles.processes import (
     DONE,
@@ -28,25 +31,26 @@ from tests.roles.processes import (
     run_all,
     tf_config,
 )
-from tests.roles.wire import SECONDS, SERVICES, Metadata
+from tests.roles.wire import SECONDS, SERVICES, Metadata, with_token
 
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.open_health import PATH
 from pscluster.core.rpc import Method, methods
 from pscluster.core.serving import RoleOptions
+from pscluster.core.tokens import MIN_BITS, strength
 
 TOKEN = "correct-horse-battery-staple"
 WRONG: dict[str, Metadata] = {
     "none": (),
-    "another": (("authorization", f"Bearer {TOKEN[::-1]}"),),
-    "the beginning": (("authorization", f"Bearer {TOKEN[:-1]}"),),
-    "more": (("authorization", f"Bearer {TOKEN}x"),),
-    "another scheme": (("authorization", f"Basic {TOKEN}"),),
+    "the token itself": (("authorization", f"Bearer {TOKEN}"),),
     "no scheme": (("authorization", TOKEN),),
     "empty": (("authorization", ""),),
-    "in another header": (("x-token", f"Bearer {TOKEN}"),),
+    "no session": (("authorization", f"Pscluster1 {'0' * 32} 1 {'0' * 64}"),),
+    "a counter that is none": (("authorization", f"Pscluster1 {'0' * 32} -1 {'0' * 64}"),),
+    "half a proof": (("authorization", f"Pscluster1 {'0' * 32} 1 {'0' * 32}"),),
+    "a proof of dots": (("authorization", f"Pscluster1 {'0' * 32} 1 {'.' * 64}"),),
+    "two spaces": (("authorization", f"Pscluster1  {'0' * 32} 1 {'0' * 64}"),),
 }
-RIGHT: Metadata = (("authorization", f"Bearer {TOKEN}"),)
 
 
 @dataclass
@@ -69,7 +73,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield Guarded({job: cluster[job][0] for job in SERVICES}, [ps, worker, coordinator])
 
 
-def call(channel: grpc.Channel, method: Method, metadata: Metadata) -> grpc.RpcError | None:
+def call(channel: grpc.Channel, method: Method, metadata: Metadata = ()) -> grpc.RpcError | None:
     """Call a method with an empty message; how it ended, None if it was answered."""
     request: object = iter([b""]) if method.client_streaming else b""
     try:
@@ -103,7 +107,7 @@ def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
             assert "this cluster asks for a token: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE" in details
             assert kinds == ["authentication"]
             assert TOKEN not in details
-        error = call(channel, method, RIGHT)
+        error = call(with_token(channel, TOKEN), method)
         assert error is None or error.code() != grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -120,6 +124,8 @@ def test_nothing_was_changed_or_shown(guarded: Guarded) -> None:
 
 
 WITH_TOKEN = {"PSCLUSTER_TOKEN": TOKEN}
+NONE = {"PSCLUSTER_INSECURE": "1"}
+"""Not the user's own token, either."""
 
 
 def test_health_alone_may_be_opened(tmp_path: Path) -> None:
@@ -128,12 +134,11 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
     address = cluster["ps"][0]
     with Roles(cluster, tmp_path, {**WITH_TOKEN, "PSCLUSTER_OPEN_HEALTH": "1"}) as roles:
         roles.ps()
-        until(lambda: run("health", address)[0] == 0, "the server serves")
-        assert run("health", address, PSCLUSTER_TOKEN="x" * 40)[0] == 0
+        until(lambda: run("health", address, **NONE)[0] == 0, "the server serves")
         with grpc.insecure_channel(address) as channel:
             for service in SERVICES["ps"]:
                 for method in methods(service):
-                    error = call(channel, method, ())
+                    error = call(channel, method)
                     refused = error is not None and error.code() == grpc.StatusCode.UNAUTHENTICATED
                     assert refused == (method.path != PATH), method.path
             # Without an end of what is sent, and nothing sent: each has a place until its time is over.
@@ -147,7 +152,7 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
             assert run("health", address, **WITH_TOKEN)[0] == 0
             until(lambda: all(each.done() for each in held), "who sends nothing is given up")
             over.set()
-        assert run("health", address)[0] == 0
+        assert run("health", address, **NONE)[0] == 0
 
 
 def test_tools(guarded: Guarded, tmp_path: Path) -> None:
@@ -156,15 +161,17 @@ def test_tools(guarded: Guarded, tmp_path: Path) -> None:
     config = tf_config({"ps": [address]}, "ps")
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text(TOKEN + "\n")
-    wrong.write_text("x" * 40)
+    wrong.write_text(TOKEN[::-1])
+    for file in (right, wrong):
+        file.chmod(0o600)
     assert run("health", address, **WITH_TOKEN)[0] == 0
     assert run("health", "--token-file", str(right), address)[0] == 0
     assert run("status", PSCLUSTER_TOKEN_FILE=str(right), config=config)[0] == 0
-    for options, env in (([], {}), (["--token-file", str(wrong)], {"PSCLUSTER_TOKEN_FILE": str(right)})):
+    for options, env in (([], NONE), (["--token-file", str(wrong)], {"PSCLUSTER_TOKEN_FILE": str(right)})):
         code, output = run("health", *options, address, **env)
         assert code == 1
         assert output.startswith("this cluster asks for a token: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE")
-    code, output = run("status", config=config)
+    code, output = run("status", config=config, **NONE)
     assert code == 1
     assert "this cluster asks for a token" in output
 
@@ -190,11 +197,11 @@ def test_three_places(tmp_path: Path) -> None:
     """The option goes before PSCLUSTER_TOKEN_FILE, and that before PSCLUSTER_TOKEN: a job with each of them."""
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text(f"  {TOKEN}\n")
-    wrong.write_text("w" * 40)
+    wrong.write_text(TOKEN[::-1])
     with Roles(make_cluster(), tmp_path) as roles:
-        roles.env = {"PSCLUSTER_TOKEN": "v" * 40, "PSCLUSTER_TOKEN_FILE": str(wrong)}
+        roles.env = {"PSCLUSTER_TOKEN": TOKEN.upper(), "PSCLUSTER_TOKEN_FILE": str(wrong)}
         ps = roles.ps(0, "--token-file", str(right))
-        roles.env = {"PSCLUSTER_TOKEN": "v" * 40, "PSCLUSTER_TOKEN_FILE": str(right)}
+        roles.env = {"PSCLUSTER_TOKEN": TOKEN.upper(), "PSCLUSTER_TOKEN_FILE": str(right)}
         worker = roles.worker()
         roles.env = {"PSCLUSTER_TOKEN": TOKEN}
         coordinator = roles.coordinator(JOB)
@@ -226,7 +233,7 @@ def test_a_token_is_changed_without_a_stop(tmp_path: Path) -> None:
         until(lambda: is_let_in(new), "the new one is accepted")
         assert is_let_in(TOKEN)
         write(new, "short")
-        stay = f"the tokens of before stay: the cluster token in {file} has 5 usable characters"
+        stay = f"the tokens of before stay: the cluster token in {file} can be guessed: its 5 characters"
         until(lambda: is_let_in(TOKEN) and stay in ps.output, "one that can't be used is refused")
         write(new)
         until(lambda: not is_let_in(TOKEN), "the old one is refused")
@@ -288,16 +295,28 @@ def test_unusable_tokens(command: str, tmp_path: Path) -> None:
     role = {"coordinator": "chief", "health": "ps"}.get(command, command)
     rest = {"coordinator": [str(tmp_path / "job.py")], "health": ["127.0.0.1:2222"]}.get(command, [])
     config = tf_config(make_cluster(), role)
-    unusable = "usable characters; it needs at least 16"
+    source, guessed = "the cluster token in PSCLUSTER_TOKEN", "can be guessed: its"
     cases = [
-        ({"PSCLUSTER_TOKEN": "secret-secret"}, f"the cluster token in PSCLUSTER_TOKEN has 13 {unusable}"),
+        (
+            {"PSCLUSTER_TOKEN": "secret-secret"},
+            f"{source} {guessed} 13 characters are worth",
+        ),
         ({"PSCLUSTER_TOKEN_FILE": str(tmp_path / "none")}, f"can't read the token file {tmp_path}/none: No such file"),
     ]
     if command == "ps":  # one function reads it for all
         cases += [
-            ({"PSCLUSTER_TOKEN": ""}, f"the cluster token in PSCLUSTER_TOKEN has 0 {unusable}"),
-            ({"PSCLUSTER_TOKEN_FILE": str(tmp_path / "short")}, f"the cluster token in {tmp_path}/short has 13 usable"),
-            ({"PSCLUSTER_TOKEN_FILE": str(tmp_path / "empty")}, f"the cluster token in {tmp_path}/empty has 0 usable"),
+            (
+                {"PSCLUSTER_TOKEN": ""},
+                f"{source} {guessed} 0 characters are worth 0 bits",
+            ),
+            (
+                {"PSCLUSTER_TOKEN_FILE": str(tmp_path / "short")},
+                f"the cluster token in {tmp_path}/short {guessed}",
+            ),
+            (
+                {"PSCLUSTER_TOKEN_FILE": str(tmp_path / "empty")},
+                f"the cluster token in {tmp_path}/empty {guessed}",
+            ),
             ({"PSCLUSTER_TOKEN_FILE": str(tmp_path / "latin")}, f"can't read the token file {tmp_path}/latin: it is"),
             ({"PSCLUSTER_TOKEN_FILE": str(tmp_path)}, f"can't read the token file {tmp_path}: Is a directory"),
         ]
@@ -354,7 +373,7 @@ def test_insecure(tmp_path: Path) -> None:
         line = started.wait_for("without a token")
         assert f"ps/0 WARNING listening on {address} without a token (--insecure)" in line
         started.wait_for("serving on")
-        assert run("health", address)[0] == 0
+        assert run("health", address, **NONE)[0] == 0
 
 
 def test_bind_elsewhere_with_a_token(tmp_path: Path) -> None:
@@ -366,13 +385,12 @@ def test_bind_elsewhere_with_a_token(tmp_path: Path) -> None:
 
 def test_run_keeps_its_token_to_itself(tmp_path: Path) -> None:
     """`pscluster run` makes a token that is in no command line and no output."""
-    (tmp_path / "idle.py").write_text(IDLE.replace('print("connected"', 'import os; print("connected", os.getpid()'))
+    said = 'from pscluster.core.tokens import load_token; print("connected", load_token(None)'
+    (tmp_path / "idle.py").write_text(IDLE.replace('print("connected"', said))
     gate = tmp_path / "gate"
     command = [*PSCLUSTER, "run", "--log-level", "debug", str(tmp_path / "idle.py"), str(gate)]
     with Process(command, environ()) as process:
-        pid = process.wait_for("connected").split()[-1]
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        (token,) = [item.partition(b"=")[2] for item in variables if item.startswith(b"PSCLUSTER_TOKEN=")]
+        token = process.wait_for("connected").split()[-1].encode()
         assert len(token) >= 32
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit() and folder.name != str(os.getpid()):
@@ -382,9 +400,128 @@ def test_run_keeps_its_token_to_itself(tmp_path: Path) -> None:
                     continue
         gate.touch()
         assert process.wait() == 0
-        assert token.decode() not in process.output
+        assert process.output.count(token.decode()) == 1, "by the script"
+
+
+NOWHERE = """
+import os, pathlib, subprocess, sys
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver, Variable
+from pscluster.core.tokens import load_token
+
+def places(*_):
+    token = str(load_token(None))
+    found = [os.environ.get("PSCLUSTER_TOKEN", ""), pathlib.Path("/proc/self/environ").read_text(errors="replace")]
+    found.append(subprocess.run(["env"], capture_output=True, text=True).stdout)
+    return len(token) >= 32, [token in each for each in found]
+
+if __name__ == "__main__":
+    with ParameterServerStrategy(TFConfigClusterResolver()) as strategy:
+        def initial(shape, dtype):
+            assert places() == (True, [False] * 3), places()
+            return __import__("numpy").zeros(shape, dtype)
+        with strategy.scope():
+            made = Variable(initial, shape=(2,), name="made")
+        coordinator = ClusterCoordinator(strategy)
+        print("on a worker", coordinator.schedule(places).fetch())
+        print("in the script", places())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="it shows an environment on Linux")
+def test_the_token_is_in_no_environment(tmp_path: Path) -> None:
+    """Neither the functions on workers and servers nor the script, nor what they start, inherit it, and all know it."""
+    (tmp_path / "script.py").write_text(NOWHERE)
+    code, output = run("run", str(tmp_path / "script.py"))
+    assert code == 0, output
+    for where in ("on a worker", "in the script"):
+        assert f"{where} (True, [False, False, False])" in output, output
 
 
 def test_options_do_not_show_it() -> None:
     """They stand in tracebacks and logs."""
     assert "hidden" not in repr(RoleOptions(token="a-hidden-token-of-a-cluster"))
+
+
+@pytest.mark.parametrize(
+    ("token", "is_strong"),
+    [
+        ("", False),
+        ("a" * 500, False),
+        ("ab" * 100, False),
+        ("password" * 20, False),
+        ("0123456789abcdef", False),
+        ("0123456789abcdef0123456789abcde", False),  # the half of it again
+        ("0f1e2d3c4b5a69788796a5b4c3d2e1f0", True),
+        ("kJ8-wq_ZtR5vX2mN0pLs7A", True),
+        (TOKEN, True),
+    ],
+)
+def test_strength(token: str, is_strong: bool) -> None:
+    """What repeats, or is made of few characters, is worth no more than that; random ones of 128 bits are enough."""
+    assert (strength(token) >= MIN_BITS) == is_strong
+
+
+@given(st.binary(min_size=16, max_size=32))
+def test_random_tokens_are_strong(secret: bytes) -> None:
+    """Of 128 random bits or more, in hexadecimal digits and in base 64, unless chance made them lazy."""
+    if len(set(secret)) < 12:
+        return
+    assert strength(secret.hex()) >= MIN_BITS
+    assert strength(base64.urlsafe_b64encode(secret).decode().rstrip("=")) >= MIN_BITS
+
+
+def test_the_token_of_the_user(tmp_path: Path) -> None:
+    """Three roles started by hand, with no word of a token: they share one that only their user can read, and nobody
+    else gets in; what is said with --insecure alone is without."""
+    cluster, home = make_cluster(), tmp_path / "home"
+    file = home / "pscluster" / "token"
+    env = {"XDG_CONFIG_HOME": str(home)}
+    with Roles(cluster, tmp_path, env) as roles:
+        started = [roles.ps(), roles.worker()]
+        coordinator = roles.coordinator(JOB)
+        coordinator.wait_for(DONE)
+        assert coordinator.wait() == 0
+        token = file.read_text().strip()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+        output = "".join(process.output for process in (*started, coordinator))
+        assert output.count(f"made a token for the roles of this user: {file}") >= 1
+        assert token not in output
+        assert run("health", cluster["ps"][0], **env)[0] == 0
+        code, said = run("health", cluster["ps"][0], XDG_CONFIG_HOME=str(tmp_path / "another"))
+        assert (code, said.startswith("this cluster asks for a token")) == (1, True)
+        with grpc.insecure_channel(cluster["worker"][0]) as channel:
+            for method in methods(SERVICES["worker"][1]):
+                error = call(channel, method)
+                assert error is not None
+                assert error.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_token_of_the_user_that_others_can_read(tmp_path: Path) -> None:
+    """Is refused, with the mend: who could read it may be any of them."""
+    file = tmp_path / "pscluster" / "token"
+    file.parent.mkdir()
+    file.write_text(TOKEN)
+    file.chmod(0o640)
+    code, output = run("ps", config=tf_config(make_cluster(), "ps"), XDG_CONFIG_HOME=str(tmp_path))
+    assert code == 2
+    assert f"other users can read or change the token file {file} (mode 0640" in output
+    named = run("health", "--token-file", str(file), "127.0.0.1:1")[1]
+    assert f"other users can read the token file {file} (mode 0640): `chmod 600` it" in named
+
+
+def test_without_a_token_no_pickles(tmp_path: Path) -> None:
+    """Where none can be kept for the user a role on loopback takes no code by value, and says so; with --insecure, any
+    user of the machine may send it some, which it says, too."""
+    cluster = make_cluster(chief=False)
+    (tmp_path / "file").write_text("in the way")
+    with Roles(cluster, tmp_path, {"XDG_CONFIG_HOME": str(tmp_path / "file")}) as roles:
+        worker, ps = roles.worker(), roles.ps()
+        worker.wait_for("no token is used, as none can be kept for this user")
+        worker.wait_for("any user of this machine can read and change what is here, though not send code")
+        worker.wait_for(f"pickles are off here, since this role listens on {cluster['worker'][0]} without a token")
+        ps.wait_for("pickles are off here")
+    with Roles(make_cluster(chief=False), tmp_path) as roles:
+        roles.ps(0, "--insecure").wait_for(
+            r"without a token \(--insecure\): any user of this machine can run code here"
+        )

@@ -13,9 +13,12 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 
 from pscluster.core.channels import NODE_SERVICE
-from pscluster.core.frames import pack, unpack
+from pscluster.core.frames import CHUNK_BYTES, pack, unpack
 from pscluster.core.identity import VERSION
 from pscluster.core.rpc import Stub
+from pscluster.core.security.channel import AuthenticatedChannel
+from pscluster.core.security.handshake import Secret
+from pscluster.core.tokens import user_token
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
@@ -37,7 +40,10 @@ class Connection:
     """One role, seen from the wire."""
 
     def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        token = user_token(create=True)  # as the role that was given none
+        assert token is not None
+        plain = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self.channel = with_token(plain, token)
         self.node = Stub(self.channel, NODE_SERVICE)
         self.ps = Stub(self.channel, PS_SERVICE)
         self.worker = Stub(self.channel, WORKER_SERVICE)
@@ -72,8 +78,13 @@ class Connection:
             owners=[0],
             trainable=True,
         )
-        head = ps_pb2.Request(create=ps_pb2.CreateRequest(job=job, variable=spec), total_bytes=values.nbytes, last=True)
-        self.ps.push(iter([pack(head, [values.tobytes()])]), timeout=SECONDS)
+        head = ps_pb2.Request(create=ps_pb2.CreateRequest(job=job, variable=spec), total_bytes=values.nbytes)
+        data, frames = values.tobytes(), list[bytes]()
+        for at in range(0, len(data), CHUNK_BYTES):
+            head.last = at + CHUNK_BYTES >= len(data)
+            frames.append(pack(head, [data[at : at + CHUNK_BYTES]]))
+            head = ps_pb2.Request()
+        self.ps.push(iter(frames), timeout=SECONDS)
         optimizer = ps_pb2.OptimizerSpec(id=OPTIMIZER, name="sgd", rule="sgd", numbers={"learning_rate": 0.1})
         head = ps_pb2.Request(create=ps_pb2.CreateRequest(job=job, optimizer=optimizer), last=True)
         self.ps.push(iter([pack(head)]), timeout=SECONDS)
@@ -121,3 +132,8 @@ class Frames:
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._queue.get, None)
+
+
+def with_token(channel: grpc.Channel, token: str) -> grpc.Channel:
+    """The same channel, whose calls prove that the token is known."""
+    return AuthenticatedChannel(channel, Secret.of(token), "an address")

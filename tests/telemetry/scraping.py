@@ -61,7 +61,7 @@ def addresses(strategy: ParameterServerStrategy) -> dict[str, str]:
     """Where each role of a strategy's cluster serves its metrics, by its name such as "ps 0"."""
     found = {"coordinator": strategy.metrics_address}
     for peer in strategy.tasks:
-        reply = ask(peer, strategy.metadata)
+        reply = ask(peer)
         assert not isinstance(reply, str), reply
         found[f"{peer.role} {peer.index}"] = reply.metrics_address
     return found

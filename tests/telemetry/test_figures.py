@@ -121,7 +121,7 @@ def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -
     asked, seconds = count(), list[float]()
 
     def answer() -> None:
-        service._reply(b"", cast(grpc.ServicerContext, None))
+        service._reply(b"", iter(()), cast(grpc.ServicerContext, None))
         seconds.append(prepared.seconds)
 
     def clock() -> float:

@@ -284,7 +284,7 @@ def test_off_loopback_without_a_token(tmp_path: Path) -> None:
     """A role that is to show its figures to everybody does not start; nor does one with a port that is none."""
     with Roles(make_cluster(), tmp_path) as roles:
         for options, words in (
-            (["--metrics-host", "0.0.0.0"], "pscluster: refusing to serve metrics on 0.0.0.0 without a cluster token"),
+            (["--metrics-host", "0.0.0.0"], "pscluster: refusing to serve metrics on 0.0.0.0 in plain text"),
             (["--metrics-port", "much"], "pscluster: the port for metrics is 'much'; give one from 1 to 65535"),
         ):
             role = roles.ps(0, *options)

@@ -13,6 +13,7 @@ import click
 from pscluster.coordinator.options import dashboard_options
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.process import log_options, main_of
+from pscluster.core.shown import shown
 from pscluster.core.trust import add_pickle_options
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class _Group(click.Group):
 def credentials_options(command: Callable[..., None]) -> Callable[..., None]:
     """Click options of what asks the roles of a cluster."""
     for option in (
-        click.option("--insecure", is_flag=True, help="Send the token in plain text, too. Or $PSCLUSTER_INSECURE=1."),
+        click.option("--insecure", is_flag=True, help="Ask in plain text off loopback, too. Or $PSCLUSTER_INSECURE=1."),
         click.option(
             "--tls",
             "tls_folder",
@@ -106,6 +107,7 @@ def run_command(
     metrics_port: str,
     allow_pickle: bool | None,
     functions_from: tuple[str, ...],
+    data_from: tuple[str, ...],
     log_format: str,
     dashboard: bool,
     dashboard_address: str | None,
@@ -127,6 +129,7 @@ def run_command(
             metrics_port=metrics_port_of(metrics_port),
             allow_pickle=allow_pickle,
             functions_from=functions_from,
+            data_from=data_from,
             log_format=log_format,
             dashboard=dashboard,
             dashboard_address=dashboard_address,
@@ -141,14 +144,15 @@ def health_command(address: str, token_file: Path | None, tls_folder: Path | Non
     """Ask the role at ADDRESS (HOST:PORT) whether it serves. Exit code 0: yes, 1: no."""
     from pscluster.coordinator.health import is_healthy
     from pscluster.core.cluster import split_address
-    from pscluster.core.tls import INSECURE_VARIABLE, check_plain, is_set, load_tls
-    from pscluster.core.tokens import call_metadata, load_token
+    from pscluster.core.tls import INSECURE_VARIABLE, check_plain, is_set, load_tls, token_for
+    from pscluster.core.tokens import load_token
 
     split_address(address)
-    token, tls = load_token(token_file), load_tls("tool", tls_folder)
-    check_plain(address, address, token, tls, insecure=insecure or is_set(INSECURE_VARIABLE))
-    healthy, sentence = is_healthy(address, call_metadata(token), tls=tls)
-    click.echo(sentence)
+    tls, insecure = load_tls("tool", tls_folder), insecure or is_set(INSECURE_VARIABLE)
+    token = token_for(load_token(token_file), [address], tls, insecure=insecure, create=False)
+    check_plain(address, address, token, tls, insecure=insecure)
+    healthy, sentence = is_healthy(address, token, tls=tls)
+    click.echo(shown(sentence))
     sys.exit(0 if healthy else 1)
 
 
@@ -166,8 +170,8 @@ def status_command(
     """Print the state of every task of the cluster in TF_CONFIG. Exit code 0: all answer."""
     from pscluster.coordinator.status import show_status
 
-    peers, metadata = _cluster(token_file, tls_folder, insecure)
-    sys.exit(show_status(peers, metadata, as_text=not as_json, every=every if watch else None))
+    peers = _cluster(token_file, tls_folder, insecure)
+    sys.exit(show_status(peers, as_text=not as_json, every=every if watch else None))
 
 
 @cli.command("top")
@@ -181,18 +185,16 @@ def top_command(
     """Show the busiest servers, variables and workers of the cluster in TF_CONFIG, live."""
     from pscluster.coordinator.status import show_top
 
-    peers, metadata = _cluster(token_file, tls_folder, insecure)
-    sys.exit(show_top(peers, metadata, every=every, rounds=rounds, rows=rows))
+    peers = _cluster(token_file, tls_folder, insecure)
+    sys.exit(show_top(peers, every=every, rounds=rounds, rows=rows))
 
 
-def _cluster(
-    token_file: Path | None, tls_folder: Path | None, insecure: bool
-) -> tuple[list[PeerAddress], tuple[tuple[str, str], ...]]:
+def _cluster(token_file: Path | None, tls_folder: Path | None, insecure: bool) -> list[PeerAddress]:
     """Whom to ask, and with what. ConfigurationError if that is nobody."""
     from pscluster.coordinator.status import peers_of
     from pscluster.core.cluster import TFConfig
-    from pscluster.core.tls import INSECURE_VARIABLE, is_set, load_tls
-    from pscluster.core.tokens import call_metadata, load_token
+    from pscluster.core.tls import INSECURE_VARIABLE, is_set, load_tls, token_for
+    from pscluster.core.tokens import load_token
 
     cluster = TFConfig.from_environ().cluster
     if not cluster:
@@ -200,11 +202,14 @@ def _cluster(
             "TF_CONFIG names no cluster to ask; set it to the one the roles were started with, such as "
             '{"cluster": {"ps": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"]}}'
         )
-    token = load_token(token_file)
-    peers = peers_of(cluster, load_tls("tool", tls_folder))
+    tls, insecure = load_tls("tool", tls_folder), insecure or is_set(INSECURE_VARIABLE)
+    token = token_for(
+        load_token(token_file), [peer.address for peer in peers_of(cluster)], tls, insecure=insecure, create=False
+    )
+    peers = peers_of(cluster, tls, token)
     for peer in peers:
-        peer.check_plain(token, insecure=insecure or is_set(INSECURE_VARIABLE))
-    return peers, call_metadata(token)
+        peer.check_plain(insecure=insecure)
+    return peers
 
 
 @cli.command("token")
@@ -269,7 +274,8 @@ def verify_command(directory: str) -> None:
 
     path = folder.where(directory)
     index = tools.verify(path)
-    click.echo(f"{path} is whole: {len(index.variables)} variables, {index.nbytes:,} bytes in {len(index.files)} files")
+    what = f"{len(index.variables)} variables, {index.nbytes:,} bytes in {len(index.files)} files"
+    click.echo(shown(f"{path} is whole: {what}"))
 
 
 @checkpoint_group.command("merge")
@@ -280,7 +286,7 @@ def merge_command(directory: str, out: str) -> None:
     from pscluster.coordinator.checkpoints import folder, tools
 
     for name in tools.merge(folder.where(directory), out):
-        click.echo(f"{out.rstrip('/')}/{name}")
+        click.echo(shown(f"{out.rstrip('/')}/{name}"))
 
 
 @cli.command("version")

@@ -288,7 +288,7 @@ class ClusterCoordinator:
             OSError: it can't be written.
         """
         strategy = self.strategy
-        timeline.write(path, list(strategy.counts.attempts), timeline.collect(strategy.tasks, strategy.metadata))
+        timeline.write(path, list(strategy.counts.attempts), timeline.collect(strategy.tasks))
 
     def done(self) -> bool:
         """Has every scheduled function ended? Raises as `join` does."""

@@ -24,6 +24,7 @@ import random
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from pscluster.coordinator.links import (
     why_lost,
 )
 from pscluster.coordinator.observed import Observed
+from pscluster.coordinator.partly_applied import PartlyApplied
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduler import Scheduler, State, Task
 from pscluster.coordinator.waiting import Condition, result_of
@@ -72,7 +74,7 @@ from pscluster.core.telemetry.recording import EACH, SHORT_SECONDS
 from pscluster.core.values import MAX_DEPTH, Buffer, ClassDefiner, children, nesting, splice
 from pscluster.ps.ledger import IntervalSet
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
-from pscluster.worker.failures import failure_of, rebuild_failure
+from pscluster.worker.failures import PARTLY_APPLIED, failure_of, rebuild_failure
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,7 @@ def _nothing() -> Mapping[str, Any]:
 
 
 T = TypeVar("T")
+E = TypeVar("E", bound=FunctionError)
 
 _STEP_BYTES = 64  # of a step without arguments
 _DATASET_ERROR = DatasetError.__module__, DatasetError.__qualname__
@@ -145,6 +148,7 @@ class Call:
     key: int = 0  # its name in the work, for the servers; 0: it has none
     parts: Sequence[DataPart] = ()  # of distributed datasets, among the handles
     apart: bool = False  # its error is that of who waits for it, and of nobody else
+    applied: bool = False  # some attempt may have applied updates
 
     @property
     def data_retries(self) -> int:
@@ -195,7 +199,7 @@ class LinkState:
     data: DataPort = field(init=False)
 
     def __post_init__(self) -> None:
-        self.data = DataPort(str(self.peer))
+        self.data = DataPort(str(self.peer), self.peer.token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +254,6 @@ class Dispatcher:
         loop: asyncio.AbstractEventLoop,
         workers: Sequence[PeerAddress],
         servers: Sequence[PsLink],
-        metadata: tuple[tuple[str, str], ...],
         attach: node_pb2.AttachRequest,
         *,
         max_queued: int,
@@ -258,12 +261,13 @@ class Dispatcher:
         worker_lease: float = math.inf,
         counts: CoordinatorCounts | None = None,
         observed: Observed | None = None,
+        partly_applied: PartlyApplied | None = None,
     ) -> None:
         self._counted = counts or CoordinatorCounts()
         self._loop = loop
         self._observed = observed or Observed()
+        self._partly_applied = partly_applied or PartlyApplied()
         self._servers = list(servers)
-        self._metadata = metadata
         self._attach = attach
         self._max_queued = max_queued
         self._max_attempts = max_attempts
@@ -276,8 +280,9 @@ class Dispatcher:
         self._wake_asked = False
         self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
-        self._pauses: set[object] = set()
-        self._cutter: object | None = None  # who has no function run now
+        self.term = attach.term
+        """Under which functions update variables; it changes while none runs."""
+        self._no_worker_since = time.monotonic()
         self._alone: int | None = None  # the thread that alone may schedule
         self._keys: set[int] = set()  # of functions that are scheduled and have not ended
         self._to_forget: set[int] = set()  # keys
@@ -301,6 +306,11 @@ class Dispatcher:
             ended = {key for key in keys if key not in self._keys}
             self._to_forget.update(ended)
         return ended
+
+    def forgotten(self) -> set[int]:
+        """Keys that will not be scheduled again, and that some server may not have been told of yet."""
+        with self._lock:
+            return self._to_forget.union(*(keys.copy() for keys in self._forgotten))  # copied at once: the loop's
 
     def at_once(self, look: Callable[[], T]) -> T:
         """What it gives while nothing begins or ends. It may take positions' locks, and no others."""
@@ -444,7 +454,7 @@ class Dispatcher:
         Ctrl-C before the worker is said to have it: it is given again, and what it does counts once.
         """
         link, connection = self._links[index], self._links[index].connection
-        if not link.hungry or link.leaving or self._pauses or not set(self._resources) <= link.built:
+        if not link.hungry or link.leaving or not set(self._resources) <= link.built:
             return False
         tasks = self._scheduler.offer(index)
         if not tasks and self._scheduler.workers[index].sent:
@@ -453,7 +463,7 @@ class Dispatcher:
             return False
         full = self._scheduler.waiting >= self._max_queued
         position, now = self._scheduler.place(index, len(tasks)), time.monotonic()
-        connection.send(position, [_step(task, task.attempts + 1) for task in tasks])
+        connection.send(position, [_step(task, task.attempts + 1, self.term) for task in tasks])
         self._scheduler.give(index, tasks, position, now)
         self._counted.sent(tasks, now)
         link.heard, link.sent = now, position + len(tasks) - 1
@@ -495,37 +505,36 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def paused(self, timeout: float = threading.TIMEOUT_MAX) -> Iterator[None]:
-        """Within the block no function runs: those that do end first, those that have not started wait.
+        """Within the block no function runs, and none has begun that may still run: a cut through the job.
 
-        One such block at a time: what reads all variables at one moment must not meet what replaces them.
+        What has begun ends first, also where it went back to the queue: it is run again before all others. What has
+        not begun waits. One such block at a time: what reads all variables at one moment must not meet what replaces
+        them.
 
         Raises:
-            WaitTimeoutError: some still run after so many seconds; the message names them. They go on.
+            WaitTimeoutError: some have not ended after so many seconds; the message names them. They go on.
         """
-        deadline, pause = time.monotonic() + timeout, object()
+        deadline, cut, scheduler = time.monotonic() + timeout, object(), self._scheduler
         try:
-            self._pauses.add(pause)  # a set: wherever Ctrl-C strikes, it is taken out as often as it was put in
+            scheduler.begin_cut(cut)
             self._loop.call_soon_threadsafe(self._recall_all, False)
             with self._lock:
-                while self._scheduler.in_flight or self._cutter is not None:
+                while not scheduler.take_cut(cut):
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        what = f"functions still run: {self._running()}" if self._scheduler.in_flight else _BUSY
-                        raise WaitTimeoutError(f"after {timeout:g} s {what}")
+                        raise WaitTimeoutError(f"after {timeout:g} s {self._unended() or _BUSY}")
                     self._changed.wait(left)
-                self._cutter = pause
             yield
         finally:  # wherever Ctrl-C struck
-            self._pauses.discard(pause)
+            scheduler.cuts.discard(cut)
             with self._lock:
-                if self._cutter is pause:
-                    self._cutter = None
-                    self._changed.notify_all()
+                scheduler.end_cut(cut)
+                self._changed.notify_all()
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._wake_all)
 
     def cancel_waiting(self, values: Iterable[RemoteValue]) -> int:
-        """Cancel those of these functions that no worker has begun; how many. Waits for what runs, whosever it is."""
+        """Cancel those of these functions that no worker has begun; how many. Waits for what has, whosever it is."""
         wanted = list(values)
         with self.paused():
             # On the loop's thread, where no Ctrl-C strikes.
@@ -568,8 +577,25 @@ class Dispatcher:
             for index, link in enumerate(self._links)
             for task in self._scheduler.workers[index].sent.values()
         ]
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        return ", ".join(found[:5]) + more
+        return _listed(found)
+
+    def _unended(self) -> str:
+        """Under the lock: what has begun and not ended, by name; and who is missing, where that is why."""
+        begun = [task for worker in self._scheduler.workers for task in worker.limbo] + self._scheduler.begun
+        found = [f"{task.payload.function.name}, begun on {self._links[task.begun_on].peer}" for task in begun]
+        told = [f"functions still run: {running}"] if (running := self._running()) else []
+        if found:
+            told.append(f"functions that were cut short wait to be run again: {_listed(found)} ({self._describe()})")
+        return "; ".join(told)
+
+    def stranded(self, seconds: float) -> str:
+        """Why nothing that has begun ends: no worker has been there for so long. Empty: it may, or nothing has."""
+        away = time.monotonic() - self._no_worker_since
+        if self.workers_up or away < seconds:
+            return ""
+        with self._lock:
+            unended = self._unended()
+        return f"no worker has been there for {away:.0f} s, and {unended}" if unended else ""
 
     def add_resource(self, recipe: ResourceRecipe) -> None:
         """Build this on every worker before its next function."""
@@ -658,7 +684,7 @@ class Dispatcher:
                 scheduler.failed,
                 self._counted.retried_failed + self._counted.retried_lost,
                 scheduler.were_cancelled,
-                bool(self._pauses),
+                bool(scheduler.cuts),
                 "" if scheduler.error is None else str(scheduler.error).partition("\n\n")[0],
                 workers,
             )
@@ -676,8 +702,10 @@ class Dispatcher:
                     lines.append(f"{link.peer}: {name}{others}; nothing came or went for {now - link.heard:.0f} s")
                 elif not link.up:
                     lines.append(f"{link.peer}: not there: {link.why}")
-            if self._pauses:
-                lines.append("a checkpoint, or copies of variables, are made: no function is handed out meanwhile")
+            if self._scheduler.cuts:
+                what = "a checkpoint, or copies of variables, are made: meanwhile no function begins"
+                unended = self._unended()
+                lines.append(f"{what}; {unended}" if unended else what)
         lines += [
             f"{peer}: out of reach for {seconds:.0f} s: who reads or updates there waits for it"
             for peer, seconds in out_of_reach(self._servers).items()
@@ -776,7 +804,7 @@ class Dispatcher:
         # The roles first, while they still see the coordinator: an ended job is no lost coordinator.
         peers = [*(link.peer for link in self._links), *(server.peer for server in self._servers)]
         reach("coordinator.end.before")
-        await asyncio.gather(*(end_job(peer, self._attach.job, reason, self._metadata) for peer in peers))
+        await asyncio.gather(*(end_job(peer, self._attach.job, reason) for peer in peers))
         reach("coordinator.end.after")
         await _end(self._jobs)
         await asyncio.gather(*(link.connection.close() for link in self._links if link.connection is not None))
@@ -851,6 +879,7 @@ class Dispatcher:
                 link.why = f"{type(error).__name__}: {error}"
             finally:
                 link.up, link.hungry = False, False
+                self._no_worker_since = time.monotonic()
                 if not self._closed:
                     await connection.close()
             if self._closed:
@@ -870,25 +899,28 @@ class Dispatcher:
         distrust = Distrust(link.peer)
         async for attempt in retrying:
             with attempt:
-                connection = WorkerConnection(
-                    link.peer, self._metadata, functools.partial(self._take, index), link.data
-                )
-                link.connection, link.known, link.built, link.leaving = connection, {}, set(), False
-                link.sent = link.overdue = 0
-                link.doomed.clear()
-                try:
-                    await connection.attach(self._attach)
-                    await self._build_resources(link, connection)
-                except (*LOST_CONNECTION, PsClusterError) as error:
-                    failure = why_lost(error, "it")
-                    link.why = str(failure)
-                    await connection.close()
-                    if connection.incarnation:
-                        await self._give_up(index, connection.incarnation)
-                    await distrust.look(failure)
-                    link.why = distrust.why or link.why
-                    # Refusals, too, may pass: another coordinator's job ends, a token file is put right.
-                    raise UnavailableError(link.why) from None
+                return await self._dial(index, link, distrust)
+        raise AssertionError("it is tried until it works")
+
+    async def _dial(self, index: int, link: LinkState, distrust: Distrust) -> WorkerConnection:
+        """One attempt; UnavailableError for whatever goes wrong. In a frame of its own, which the error holds."""
+        connection = WorkerConnection(link.peer, functools.partial(self._take, index), link.data)
+        link.connection, link.known, link.built, link.leaving = connection, {}, set(), False
+        link.sent = link.overdue = 0
+        link.doomed.clear()
+        try:
+            await connection.attach(self._attach)
+            await self._build_resources(link, connection)
+        except (*LOST_CONNECTION, PsClusterError) as error:
+            failure = why_lost(error, "it")
+            link.why = str(failure)
+            await connection.close()
+            if connection.incarnation:
+                await self._give_up(index, connection.incarnation)
+            await distrust.look(failure)
+            link.why = distrust.why or link.why
+            # Refusals, too, may pass: another coordinator's job ends, a token file is put right.
+            raise UnavailableError(link.why) from None
         return connection
 
     async def _until_lost(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
@@ -919,7 +951,8 @@ class Dispatcher:
                 await asyncio.wait((reader,), timeout=LEAVE_SECONDS)
             if reader.done():
                 if (why := reader.result()) is not None:
-                    raise why
+                    # Not the stream's own error: with its traceback it would hold this frame, which holds it.
+                    raise why_lost(why, "it") if isinstance(why, grpc.RpcError) else why
                 if link.leaving:
                     # It has ended the stream in order: what has no outcome was never begun.
                     with self._changed:
@@ -939,6 +972,8 @@ class Dispatcher:
             had_tasks = self._scheduler.lose(index)
             # It was running; the others waited behind it, so it is the only one that may have had all its attempts.
             first = next(iter(self._scheduler.workers[index].limbo), None)
+            for task in self._scheduler.workers[index].limbo:
+                task.payload.applied = True  # or not: nobody knows
             if first is not None:
                 first.payload.deaths = (*first.payload.deaths, f"{link.peer} ({link.why})")
                 self._counted.remember(first, first.payload.function.name, index, time.monotonic(), "lost")
@@ -975,7 +1010,7 @@ class Dispatcher:
                     return
                 full = self._scheduler.waiting >= self._max_queued
                 now = time.monotonic()
-                tasks = [] if self._pauses else self._scheduler.take(index, now)
+                tasks = self._scheduler.take(index, now)
                 if tasks:
                     self._counted.sent(tasks, now)
                 if full and tasks:
@@ -1000,7 +1035,7 @@ class Dispatcher:
     def _message(self, index: int, task: Task[Call]) -> worker_pb2.Step:
         if not self._has(index, task):  # recalled: the worker will pass over it
             return worker_pb2.Step()
-        return _step(task, task.attempts)
+        return _step(task, task.attempts, self.term)
 
     async def _prepare(
         self,
@@ -1115,6 +1150,7 @@ class Dispatcher:
     def _take_outcomes(self, index: int, outcomes: Sequence[tuple[Outcome, Sequence[Buffer]]]) -> None:
         scheduler, counts, begin = self._scheduler, self._counted, time.monotonic()
         returned: list[int] = []
+        again: list[int] = []
         if not self._lock.acquire(blocking=False):
             self._lock.acquire()
             took = time.monotonic() - begin
@@ -1138,31 +1174,19 @@ class Dispatcher:
                     returned.append(number)
                 elif (sent := scheduler.workers[index].sent.get(number)) is None:
                     continue  # it is no longer this worker's
-                elif kind == Outcome.CANCELLED and (number != self._links[index].overdue or scheduler.error):
-                    counts.remember(sent, sent.payload.function.name, index, begin, "cancelled")
-                    scheduler.cancelled(index, number)
-                    self._settle_cancelled([sent])
-                elif self._may_retry(
-                    index, sent, "failed" if kind == Outcome.FAILED else "ran too long", outcome.failure
-                ):
-                    counts.remember(sent, sent.payload.function.name, index, begin, "failed, run again")
-                    returned.append(number)
-                else:
-                    counts.remember(sent, sent.payload.function.name, index, begin, "failed")
-                    self._fail_with(
-                        index,
-                        sent,
-                        self._raised(index, sent, outcome.failure)
-                        if kind == Outcome.FAILED
-                        else self._too_long(index, sent),
-                    )
+                elif self._ended_badly(index, sent, outcome, begin):
+                    again.append(number)
             if returned:
                 self._settle_cancelled(scheduler.give_back(index, returned))
+            if again:
+                self._settle_cancelled(scheduler.run_again(index, again))
             failed = scheduler.error is not None and before is None
-            if failed or (not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or self._pauses)):
+            if failed or (
+                not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or scheduler.cuts)
+            ):
                 self._changed.notify_all()
             recalls = self._all_recalls() if failed else []
-            for_all = bool(unblocked or returned)
+            for_all = bool(unblocked or returned or again)
             # Where nothing is left to do nobody waits for what may be possible now.
             done = self._hand_over(index) or scheduler.idle
             self._links[index].outcomes += len(outcomes)
@@ -1171,6 +1195,27 @@ class Dispatcher:
         if recalls or for_all or not done:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._go_on, index, recalls, for_all)
+
+    def _ended_badly(self, index: int, task: Task[Call], outcome: Outcome, begin: float) -> bool:
+        """Under the lock: it has failed, or stopped because it was asked to. Is it to be run again?"""
+        call, kind = task.payload, outcome.kind
+        call.applied |= outcome.updated
+        remember = functools.partial(self._counted.remember, task, call.function.name, index, begin)
+        if kind == Outcome.CANCELLED and (task.id != self._links[index].overdue or self._scheduler.error):
+            remember("cancelled")
+            self._scheduler.cancelled(index, task.id)
+            self._settle_cancelled([task])
+            return False
+        what = "failed" if kind == Outcome.FAILED else "ran too long"
+        if self._may_retry(index, task, what, outcome.failure):
+            remember("failed, run again")
+            return True
+        remember("failed")
+        failed = kind == Outcome.FAILED
+        self._fail_with(
+            index, task, self._raised(index, task, outcome.failure) if failed else self._too_long(index, task)
+        )
+        return False
 
     # On the loop's thread
 
@@ -1232,7 +1277,13 @@ class Dispatcher:
     @staticmethod
     def _raised(index: int, task: Task[Call], failure: worker_pb2.Failure) -> FunctionError:
         attempts = task.attempts + task.payload.failures
-        return rebuild_failure(failure, function=task.payload.function.name, worker=index, attempts=attempts)
+        return rebuild_failure(
+            failure,
+            function=task.payload.function.name,
+            worker=index,
+            attempts=attempts,
+            partly_applied=task.payload.applied,
+        )
 
     def _deadly(self, index: int, task: Task[Call]) -> FunctionError:
         call, error = task.payload, FunctionError()
@@ -1241,14 +1292,14 @@ class Dispatcher:
             f"{error.function} was running on {self._max_attempts} workers that died, so it may be what kills them, "
             f"and goes to no other: {'; '.join(call.deaths)}"
         )
-        return error
+        return _told_of_part(call, error)
 
     @staticmethod
     def _too_long(index: int, task: Task[Call]) -> FunctionTimeoutError:
         call, error = task.payload, FunctionTimeoutError()
         error.function, error.worker, error.attempts = call.function.name, index, task.attempts + call.failures
         error.summary = f"{error.function} ran longer than its timeout of {call.timeout:g} s on worker {index}"
-        return error
+        return _told_of_part(call, error)
 
     @staticmethod
     def _not_begun(function: CapturedFunction, worker: int, attempts: int, why: Exception) -> FunctionError:
@@ -1264,6 +1315,7 @@ class Dispatcher:
             task = self._scheduler.workers[index].sent.get(number)
             if task is not None:
                 error = self._not_begun(task.payload.function, index, task.attempts, failure)
+                _told_of_part(task.payload, error)  # an attempt before this one
                 self._say(index, error)
                 _, cancelled = self._scheduler.fail(index, number, error)
                 self._set_error(task, error, RemoteValueStatus.FAILED)
@@ -1274,6 +1326,9 @@ class Dispatcher:
 
     def _set_error(self, task: Task[Call], error: Exception, status: RemoteValueStatus) -> None:
         self._keys.discard(task.payload.key)
+        if task.payload.applied and not task.apart:  # what stands apart changes nothing but copies
+            of = " and ".join(part.name for part in task.payload.parts)
+            self._partly_applied.add(task.payload.function.name, f"{error}".partition("\n")[0] + (of and f", of {of}"))
         for part in task.payload.parts:
             part.release()
         value = task.payload.result()
@@ -1290,7 +1345,8 @@ class Dispatcher:
             if first is not None and self._scheduler.final:  # to schedule it again would be of no use
                 self._set_error(task, first, RemoteValueStatus.CANCELLED)
                 continue
-            self._set_error(task, _cancelled(task.payload.function.name, first), RemoteValueStatus.CANCELLED)
+            error = _cancelled(task.payload.function.name, first, task.payload.applied)
+            self._set_error(task, error, RemoteValueStatus.CANCELLED)
 
     def _say(self, index: int, error: FunctionError) -> None:
         """To who looks on: a function failed, for good."""
@@ -1367,13 +1423,13 @@ class Dispatcher:
                 # Keys with the numbers, never before: else a late copy of an update would meet neither.
                 ended, self._scheduler.ended = self._scheduler.ended, []
                 keys, self._to_forget = self._to_forget, set()
+                for forgotten in self._forgotten:
+                    forgotten.update(keys)
                 if self._scheduler.queued:  # Ctrl-C has kept somebody from saying so
                     self._ask_to_wake()
             for start, stop in _runs(sorted(ended)):
                 for each in untold:
                     each.add(start, stop)
-            for forgotten in self._forgotten:
-                forgotten.update(keys)
 
     async def _tell_finished(self, server: PsLink, untold: IntervalSet, forgotten: set[int]) -> None:
         """Each server for itself: one that is gone keeps nobody else waiting."""
@@ -1392,11 +1448,25 @@ class Dispatcher:
                 forgotten.difference_update(keys)
 
 
-def _cancelled(name: str, first: Exception | None) -> CancelledError:
+def _cancelled(name: str, first: Exception | None, applied: bool = False) -> CancelledError:
     why = f"because another function failed first ({type(first).__name__})" if first else "before it had ended"
+    if applied:
+        why += f". {PARTLY_APPLIED} If it should count"
     error = CancelledError(f"{name} was cancelled {why}: schedule it again")
     error.__cause__ = first
     return error
+
+
+def _told_of_part(call: Call, error: E) -> E:
+    """The error of a call that is over, which says whether it may have applied a part."""
+    if call.applied:
+        error.partly_applied, error.summary = True, f"{error.summary}\n{PARTLY_APPLIED}"
+    return error
+
+
+def _listed(found: Sequence[str]) -> str:
+    """What there is several times once, with its number."""
+    return ", ".join(name if count == 1 else f"{count} times {name}" for name, count in Counter(found).items())
 
 
 def _is_of_link(failure: Exception) -> bool:
@@ -1443,7 +1513,7 @@ def _has_definition(link: LinkState, function: CapturedFunction) -> bool:
     return True
 
 
-def _step(task: Task[Call], attempt: int) -> worker_pb2.Step:
+def _step(task: Task[Call], attempt: int, term: int) -> worker_pb2.Step:
     call = task.payload
     step = worker_pb2.Step(
         function=task.id,
@@ -1452,6 +1522,7 @@ def _step(task: Task[Call], attempt: int) -> worker_pb2.Step:
         arguments=call.arguments,
         want_result=call.result() is not None,
         key=call.key,
+        term=term,
     )
     if call.parts:
         step.parts.extend(part.handle_key for part in call.parts)

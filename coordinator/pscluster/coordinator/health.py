@@ -11,18 +11,14 @@ from pscluster.core.tls import Tls
 
 ASK_SECONDS = 3.0
 
-Metadata = tuple[tuple[str, str], ...]
-
 
 def is_healthy(
-    address: str, metadata: Metadata, timeout: float = ASK_SECONDS, tls: Tls | None = None
+    address: str, token: str | None, timeout: float = ASK_SECONDS, tls: Tls | None = None
 ) -> tuple[bool, str]:
     """The standard gRPC health check: whether it says SERVING, and a sentence."""
-    with open_channel(address, tls) as channel:
+    with open_channel(address, tls, token) as channel:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=timeout, metadata=metadata
-            )
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
             if error.code() in RETRYABLE:
                 return False, f"{address} does not answer: {explain(address, tls)}"

@@ -12,6 +12,7 @@ outcomes, and a watcher notices that the worker leaves. Whatever fails ends the 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import threading
@@ -24,8 +25,15 @@ import grpc
 import tenacity
 
 from pscluster.coordinator.observed import Observed
-from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_aio_channel, open_channel, why_untrusted
-from pscluster.core.data_plane.client import DataPort, PromptStream
+from pscluster.core.channels import (
+    NODE_SERVICE,
+    PeerAddress,
+    open_aio_channel,
+    open_peer_channel,
+    open_stream,
+    why_untrusted,
+)
+from pscluster.core.data_plane.client import DataPort
 from pscluster.core.errors import (
     BusyError,
     PsClusterError,
@@ -37,8 +45,10 @@ from pscluster.core.errors import (
 )
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Assembler, Buffer, pack, pieces, unpack
+from pscluster.core.limits import MAX_COUNT
 from pscluster.core.rpc import Stub
-from pscluster.core.streams import Metadata, Stream, open_stream
+from pscluster.core.security.aio_channel import AuthenticatedAioChannel
+from pscluster.core.streams import Stream
 from pscluster.ps.ledger import IntervalSet
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
@@ -50,10 +60,12 @@ CALL_SECONDS = 30.0
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
 _WAIT = tenacity.wait_random_exponential(multiplier=0.05, max=0.25)
-_REDIAL_SECONDS = 0.05, 2.0  # at least, and at most
+_REDIAL_SECONDS = 0.05, 0.5  # at least, and at most
 _FEW = 3  # attempts of what nobody is to wait long for
 _STEPS = f"/{WORKER_SERVICE.full_name}/Steps"
 _UNLOADED_SECONDS = 600.0  # a definition or dataset may take long to load
+
+AioChannel = grpc.aio.Channel | AuthenticatedAioChannel
 
 LOST_CONNECTION = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 """What grpc.aio raises where a connection is lost: a status; or what is said of a closed channel, or of a write to
@@ -97,7 +109,6 @@ class PsLink:
     def __init__(
         self,
         peer: PeerAddress,
-        metadata: Metadata,
         attach: node_pb2.AttachRequest,
         declare_again: Callable[[int, Sequence[int]], Awaitable[None]],
         holding: int = 0,
@@ -111,7 +122,6 @@ class PsLink:
             observed: is told when it goes and when it is back.
         """
         self.peer = peer
-        self._metadata = metadata
         self._request = attach
         self._declare_again = declare_again
         self._closed: list[int] = []  # incarnations; what a server that comes back has to know before it serves
@@ -120,13 +130,15 @@ class PsLink:
         self._channel = open_aio_channel(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
         self._ps = Stub(self._channel, PS_SERVICE)
-        self._old_channels: list[grpc.aio.Channel] = []
+        # Channels with a certificate that was renewed since, by the task that closes each.
+        self._retired: dict[asyncio.Task[None], AioChannel] = {}
         self._distrust = Distrust(peer)
         self._attached: Any = None
         self._watching: asyncio.Task[PSUnavailableError] | None = None
         self.over = False  # the job is being ended: that the server goes is no news
         self.restored = ""  # what it said of that when it was taken
         self.holding = holding  # the number of what it holds for this job
+        self.term = 0  # of what it holds: see UpdateRequest
         self._observed = observed or Observed()
 
     async def attach(self) -> None:
@@ -139,7 +151,7 @@ class PsLink:
         for start, stop in self._finished:
             request.finished_starts.append(start)
             request.finished_stops.append(stop)
-        call = self._node.attach(request, metadata=self._metadata)
+        call = self._node.attach(request)
         try:
             event = await call.read()
         except grpc.RpcError as error:
@@ -151,16 +163,24 @@ class PsLink:
             raise UnavailableError(f"{self.peer} ended the attachment")
         if event.missing_rules:
             await self._declare_again(self.peer.index, event.missing_rules)
-        self._attached, self.holding, self.restored = call, event.incarnation, event.restored
+        self._attached, self.holding, self.restored, self.term = call, event.incarnation, event.restored, event.term
 
     def _renew(self) -> None:
         """With a renewed certificate comes a channel of its own: the one there is would dial with the old for ever."""
         if self.peer.tls is not None and self.peer.tls.look_again() != self._generation:
             self._generation = self.peer.tls.generation
-            self._old_channels.append(self._channel)  # closed in the end: calls on it may be under way
+            self._retire(self._channel)
             self._channel = open_aio_channel(self.peer)
             self._node = Stub(self._channel, NODE_SERVICE)
             self._ps = Stub(self._channel, PS_SERVICE)
+
+    def _retire(self, channel: AioChannel) -> None:
+        """Close a channel that no new call takes, once the calls on it have ended."""
+        closing = asyncio.create_task(
+            channel.close(CALL_SECONDS)
+        )  # only attachments last longer, and this one's is lost
+        self._retired[closing] = channel
+        closing.add_done_callback(self._retired.pop)
 
     def _why(self, failure: PsClusterError) -> PsClusterError:
         if isinstance(failure, StaleError):
@@ -222,27 +242,33 @@ class PsLink:
         """Nothing of it is applied on this server afterwards. PSUnavailableError if the server is lost."""
         self._closed.append(incarnation)
         request = ps_pb2.CloseIncarnationRequest(job=self._request.job, incarnation=incarnation)
-        await self._repeated(lambda: self._ps.close_incarnation(request, metadata=self._metadata, timeout=CALL_SECONDS))
+        await self._repeated(lambda: self._ps.close_incarnation(request, timeout=CALL_SECONDS))
 
     async def finish_functions(self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = ()) -> None:
         """These functions have ended, and those with these keys will not be run again."""
         for start, stop in intervals:
             self._finished.add(start, stop)
-        request = ps_pb2.FinishFunctionsRequest(
-            job=self._request.job,
-            starts=[start for start, _ in intervals],
-            stops=[stop for _, stop in intervals],
-            keys=keys,
-        )
-        await self._repeated(lambda: self._ps.finish_functions(request, metadata=self._metadata, timeout=CALL_SECONDS))
+        forgotten = list(keys)
+        for at in range(0, max(len(intervals), len(forgotten), 1), MAX_COUNT):
+            some = intervals[at : at + MAX_COUNT]
+            request = ps_pb2.FinishFunctionsRequest(
+                job=self._request.job,
+                starts=[start for start, _ in some],
+                stops=[stop for _, stop in some],
+                keys=forgotten[at : at + MAX_COUNT],
+            )
+            call = functools.partial(self._ps.finish_functions, request, timeout=CALL_SECONDS)
+            await self._repeated(call)
 
     async def close(self) -> None:
         """Close the connection."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait((self._watching,))
-        for channel in (*self._old_channels, self._channel):
-            await channel.close()
+        channels = (*self._retired.values(), self._channel)
+        for closing in self._retired:
+            closing.cancel()
+        await asyncio.gather(*(channel.close() for channel in channels))
 
     async def _repeated(self, call: Callable[[], Awaitable[Any]]) -> None:
         try:
@@ -270,17 +296,18 @@ class PsLink:
 def seconds_to_redial(away: float, chance: float) -> float:
     """How long to wait before a worker that has been away for so many seconds is dialled again.
 
-    A tenth to a fifth of that: one that is back soon is found soon, and one that stays away costs little.
+    A twentieth to a tenth of that, half a second at most: one that is back is found soon, and one that stays away
+    costs some three attempts a second, of less than a millisecond each.
 
     Args:
         away: seconds.
         chance: a random number from 0 to 1.
     """
     shortest, longest = _REDIAL_SECONDS
-    return min(max(away / 5, shortest), longest) * (0.5 + chance / 2)
+    return min(max(away / 10, shortest), longest) * (0.5 + chance / 2)
 
 
-async def end_job(peer: PeerAddress, job: int, reason: str, metadata: Metadata) -> None:
+async def end_job(peer: PeerAddress, job: int, reason: str) -> None:
     """Tell a role that the job is over, on a connection of its own: the ones in use may be broken."""
     request = node_pb2.EndJobRequest(job=job, reason=reason)
     async with open_aio_channel(peer) as channel:
@@ -294,7 +321,7 @@ async def end_job(peer: PeerAddress, job: int, reason: str, metadata: Metadata) 
                 reraise=True,
             ):
                 with attempt:
-                    await node.end_job(request, metadata=metadata, timeout=max(until - time.monotonic(), 0.1))
+                    await node.end_job(request, timeout=max(until - time.monotonic(), 0.1))
         except grpc.RpcError as error:
             logger.debug("could not tell %s that the job is over: %s", peer, error.code().name)
 
@@ -309,7 +336,6 @@ class WorkerConnection:
     def __init__(
         self,
         peer: PeerAddress,
-        metadata: Metadata,
         take: Callable[[WorkerConnection, Sequence[worker_pb2.Outcome]], None],
         data: DataPort | None = None,
     ) -> None:
@@ -320,18 +346,17 @@ class WorkerConnection:
             data: the worker's, which functions go over if it can be reached.
         """
         self.peer = peer
-        self._metadata = metadata
         self._take = take
-        self._data = data or DataPort(str(peer))
+        self._data = data or DataPort(str(peer), peer.token)
         self._channel = open_aio_channel(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
         self._worker = Stub(self._channel, WORKER_SERVICE)
-        # Of its own: behind megabytes of arguments that a slow link has still to carry, no question would be answered.
-        self._heart = open_aio_channel(peer)
+        # The other two once it has answered: most attempts to reach one that is away end before.
+        self._heart: AioChannel | None = None
+        self._steps_channel: grpc.Channel | None = None
+        self._results: Stub | None = None
         self._attached: Any = None
         self._unloaded = _UNLOADED_SECONDS
-        self._steps_channel = open_channel(peer.address, peer.tls)
-        self._results = Stub(self._steps_channel, WORKER_SERVICE)
         self._stream: Stream | None = None
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = loop.create_future()
@@ -342,28 +367,38 @@ class WorkerConnection:
     async def attach(self, request: node_pb2.AttachRequest) -> None:
         """Take the worker, and open the stream of steps."""
         self._unloaded = _UNLOADED_SECONDS + request.ps_timeout  # what is loaded may have to wait for a server
-        self._attached = self._node.attach(request, metadata=self._metadata)
+        self._attached = self._node.attach(request)
         event = await self._attached.read()
         if event is grpc.aio.EOF:
             raise UnavailableError(f"{self.peer} ended the attachment")
         self.incarnation = event.incarnation
         self._data.learn(self.peer, event)
-        self._stream = await self._direct_stream() or open_stream(self._steps_channel, _STEPS, self._metadata)
-        self._stream.send(worker_pb2.StepsRequest(incarnation=self.incarnation).SerializeToString())
+        channel = self._steps_channel = open_peer_channel(self.peer)
+        self._results = Stub(channel, WORKER_SERVICE)
+        stream = self._stream = await self._open_stream(channel)
+        stream.send(worker_pb2.StepsRequest(incarnation=self.incarnation).SerializeToString())
         name = f"outcomes-{self.peer.index}"
-        arguments = (self._stream, asyncio.get_running_loop())
+        arguments = (stream, asyncio.get_running_loop())
         threading.Thread(target=self._receive, args=arguments, name=name, daemon=True).start()
         await asyncio.wait((self._opened, self.ended), return_when=asyncio.FIRST_COMPLETED)
         if not self._opened.done():
             raise self.ended.result() or UnavailableError(f"{self.peer} ended the stream of steps")
 
-    async def _direct_stream(self) -> PromptStream | None:
-        """Over the data plane, if that can be reached."""
-        opening = asyncio.ensure_future(asyncio.to_thread(self._data.open_prompt, _STEPS, self._metadata))
+    async def _open_stream(self, channel: grpc.Channel) -> Stream:
+        """Over the data plane, if that can be reached, else over gRPC."""
+
+        def open_either() -> Stream:
+            return self._data.open_prompt(_STEPS, ()) or open_stream(channel, _STEPS, ())
+
+        def close(opened: asyncio.Future[Stream]) -> None:
+            if not opened.cancelled() and opened.exception() is None:
+                opened.result().close()
+
+        opening = asyncio.ensure_future(asyncio.to_thread(open_either))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            opening.add_done_callback(lambda opened: None if (stream := opened.result()) is None else stream.close())
+            opening.add_done_callback(close)
             raise
 
     def _receive(self, stream: Stream, loop: asyncio.AbstractEventLoop) -> None:
@@ -377,6 +412,7 @@ class WorkerConnection:
                 self._take(self, worker_pb2.StepsReply.FromString(stream.receive()).outcomes)
         except grpc.RpcError as error:
             why = None if error.code() is grpc.StatusCode.OK else error.with_traceback(None)
+            error.__context__ = None  # it holds frames, which hold this, which holds the error
         except Exception as error:
             why = error
         finally:
@@ -394,12 +430,14 @@ class WorkerConnection:
         """Return, in words, when the worker has not answered for so many seconds: it is frozen, or cut off."""
         if lease == math.inf:
             await asyncio.Event().wait()
+        # Of its own: behind megabytes of arguments that a slow link has still to carry, no question would be answered.
+        self._heart = open_aio_channel(self.peer)
         heart = Stub(self._heart, NODE_SERVICE)
         heard = time.monotonic()
         while (silent := time.monotonic() - heard) < lease:
             asked = time.monotonic()
             try:
-                await heart.status(node_pb2.StatusRequest(), metadata=self._metadata, timeout=max(lease - silent, 0.1))
+                await heart.status(node_pb2.StatusRequest(), timeout=max(lease - silent, 0.1))
                 heard = time.monotonic()
             except grpc.RpcError as error:
                 if not is_retryable(error):
@@ -435,15 +473,16 @@ class WorkerConnection:
                 head.last = True
                 yield pack(head)
 
-        reply = await self._worker.upload(frames(), metadata=self._metadata, timeout=self._unloaded)
+        reply = await self._worker.upload(frames(), timeout=self._unloaded)
         unresolved: str = reply.unresolved
         return unresolved
 
     def download(self, attachments: worker_pb2.Attachments) -> list[memoryview]:
         """The large arrays of a result. For the stream's thread: it waits for them."""
+        assert self._results is not None
         assembler = Assembler(sum(attachments.sizes))
         request = worker_pb2.DownloadRequest(incarnation=self.incarnation, function=attachments.function)
-        for data in self._results.download(request, metadata=self._metadata):
+        for data in self._results.download(request):
             assembler.add(*unpack(data, worker_pb2.DownloadReply))
         if not assembler.complete:
             raise UnavailableError(f"{self.peer} broke off the result of function {attachments.function}")
@@ -466,23 +505,28 @@ class WorkerConnection:
             reraise=True,
         ):
             with attempt:
-                await self._worker.recall(request, metadata=self._metadata, timeout=CALL_SECONDS)
+                await self._worker.recall(request, timeout=CALL_SECONDS)
 
     async def release(self, resources: Sequence[int] = (), definitions: Sequence[str] = ()) -> None:
         """Nobody uses these any more."""
         request = worker_pb2.ReleaseRequest(incarnation=self.incarnation, resources=resources, definitions=definitions)
-        await self._worker.release(request, metadata=self._metadata, timeout=CALL_SECONDS)
+        await self._worker.release(request, timeout=CALL_SECONDS)
 
     async def close(self) -> None:
         """Close the connection; the worker notices. No outcome is taken afterwards."""
         self._closed = True
         if self._attached is not None:
             self._attached.cancel()
-        self._steps_channel.close()  # with all that its thread may wait for
+            # A closed channel's connection stays for as long as there is a call of it, though it be cancelled.
+            self._attached = None
+        if self._steps_channel is not None:
+            self._steps_channel.close()  # with all that its thread may wait for
         if self._stream is not None:
             self._stream.cancel()
             await asyncio.wait((self.ended,))
-        await asyncio.gather(self._channel.close(), self._heart.close())
+        await self._channel.close()
+        if self._heart is not None:
+            await self._heart.close()
 
 
 def out_of_reach(servers: Iterable[PsLink]) -> dict[PeerAddress, float]:

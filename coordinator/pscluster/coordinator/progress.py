@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.distributed import DistributedDataset
 from pscluster.coordinator.observed import Training
+from pscluster.core.shown import shown as plain
 
 PLAIN_SECONDS = 2.0
 LIVE_SECONDS = 0.05
@@ -125,7 +126,7 @@ class ProgressLine:
 
     def _text(self, shown: Mapping[str, float], seconds: float) -> str:
         done, what = (self._examples, "examples") if self._examples else (self._done - self._before, f"{self._unit}s")
-        words = [f"{name} {value:.4f}" for name, value in shown.items()]
+        words = [f"{plain(name)} {value:.4f}" for name, value in shown.items()]
         words += [f"{done / max(seconds, 1e-9):,.0f} {what}/s", f"{self._coordinator.workers_up} workers up"]
         if self._data is not None:
             words.append(f"{self._data.waiting:.0%} of the time waiting for data")

@@ -44,7 +44,8 @@ from pscluster.coordinator.local_cluster import (
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.process import configure_logging
 from pscluster.core.serving import METRICS_PORT_VARIABLE
-from pscluster.core.trust import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
+from pscluster.core.shown import shown
+from pscluster.core.trust import DATA_VARIABLE, FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FIRST_END_SECONDS = 2.0
@@ -144,6 +145,7 @@ def run_script(
     token: str | None = None,
     allow_pickle: bool | None = None,
     functions_from: Sequence[str] = (),
+    data_from: Sequence[str] = (),
     grace: float = 10.0,
     metrics_port: int | None = 0,
     _role_command: Sequence[str] | None = None,
@@ -158,6 +160,7 @@ def run_script(
             script's too.
         functions_from: folders and packages whose functions the roles take without pickles, as well as those of the
             script's folder. Default: see docs/security.md.
+        data_from: folders whose files workers map without pickles, as well as those of `functions_from`.
         dashboard, dashboard_address: whether the coordinator shows the live page, and where; see `Dashboard`.
         grace: seconds that the roles have to end in by themselves when the script has ended, and the script
             after SIGTERM if a role was given up.
@@ -175,6 +178,8 @@ def run_script(
     command = _coordinator_command or (sys.executable, "-m", "pscluster.coordinator")
     env = {**(env or {}), METRICS_PORT_VARIABLE: "off" if metrics_port is None else str(metrics_port)}
     env.setdefault(FUNCTIONS_VARIABLE, functions_from_also(path.resolve().parent, given=functions_from))
+    if data_from:
+        env.setdefault(DATA_VARIABLE, os.pathsep.join(map(os.path.abspath, data_from)))
     with contextlib.closing(_Inbox()) as inbox:
         try:
             cluster = LocalCluster(
@@ -337,5 +342,5 @@ def _in_foreground() -> bool:
 
 
 def _complain(sentence: str, code: int) -> int:
-    print(f"pscluster run: {sentence}", file=sys.stderr)
+    print(f"pscluster run: {shown(' | '.join(sentence.splitlines()))}", file=sys.stderr)
     return code

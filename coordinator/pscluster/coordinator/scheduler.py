@@ -3,14 +3,17 @@
 A task is one scheduled function. Its states and what moves it:
 
     BLOCKED --its RemoteValue arguments are ready--> QUEUED
-    QUEUED  --take(worker)-------------------------> SENT      oldest first; a retried one before all others
+    QUEUED  --take(worker)-------------------------> SENT      those that have begun before all others, then the
+                                                               oldest first
     BLOCKED, QUEUED --cancel_waiting---------------> CANCELLED
     SENT    --finish--> DONE | --fail--> FAILED
     SENT    --give_back----------------------------> QUEUED    the worker never started it; at the head
+    SENT    --run_again(worker)--------------------> QUEUED    it raised or ran too long, and is to run again; it has
+                                                               begun
     SENT    --lose(worker)-------------------------> LIMBO     the worker is gone
-    LIMBO   --requeue(worker)----------------------> QUEUED    at the head; once every server has closed the
-                                                               worker's incarnation, so that nothing of the lost
-                                                               attempt lands beside the new one
+    LIMBO   --requeue(worker)----------------------> QUEUED    at the head, it may have begun; once every server has
+                                                               closed the worker's incarnation, so that nothing of
+                                                               the lost attempt lands beside the new one
     any but DONE, FAILED --an error elsewhere------> CANCELLED
     any but DONE, FAILED --withdraw----------------> CANCELLED what is sent or in limbo: once it ends, or comes back
 
@@ -19,6 +22,18 @@ recalled. (But for the error of a task that stands apart: it ends nothing but it
 once, when nothing is sent or in limbo any more: at that moment nothing executes, and the scheduler is as new. An
 error that is `final` (a parameter server is lost) is not cleared by being taken: it is raised again by every later
 call.
+
+A function has begun when an attempt of it may have changed something: its worker was lost, whose outcomes may be lost
+with it, or it failed and is to run again. It stays so until it ends, wherever it is. What makes a cut through the job
+(a checkpoint, a restore, copies of variables, a cancel) must not meet the half of one:
+
+    NO CUT  --begin_cut--> WAITING   only what has begun is sent
+    WAITING --take_cut---> HELD      once nothing is sent or in limbo, nothing that has begun is queued, and nobody else
+                                     has it: nothing executes, and nothing is sent
+    any     --end_cut----> NO CUT    as soon as nobody waits
+
+Several may wait; each has it alone. What waits too long gives up, and nothing is lost. A function that ends with an
+error, or is cancelled, may have changed something for good: its owner says so.
 
 Ids rise from 1 in the order of `add`. `ended` collects the ids that no server needs to remember.
 """
@@ -64,6 +79,7 @@ class Task(Generic[P]):
     __slots__ = (
         "apart",
         "attempts",
+        "begun_on",
         "blockers",
         "id",
         "payload",
@@ -84,11 +100,17 @@ class Task(Generic[P]):
         self.size = size
         self.state = State.BLOCKED if blockers else State.QUEUED
         self.attempts = 0
+        self.begun_on = -1  # the worker of an attempt that may have changed something and did not end it; -1: none
         self.since = since  # when it was entered
         self.sent = 0.0  # when it was sent last
         self.position = 0  # in the order of all that were sent on the worker's stream
         self.apart = apart  # its error is its own, and cancels nothing else
         self.withdrawn = False  # nobody wants it any more: where it would be queued again, or fails, it is cancelled
+
+    @property
+    def begun(self) -> bool:
+        """May an attempt that did not end it have changed something?"""
+        return self.begun_on >= 0
 
     def __repr__(self) -> str:
         return f"<Task {self.id} {self.state.name} attempts={self.attempts}>"
@@ -123,6 +145,10 @@ class Scheduler(Generic[P]):
         self.ended: list[int] = []
         self.failed = self.were_cancelled = 0  # of those that have ended
         self._max_attempts = max_attempts
+        self.cuts: set[object] = set()
+        """Who makes a cut, or waits to."""
+        self._cutter: object | None = None  # who has it now
+        self._begun: deque[Task[P]] = deque()  # queued, before all others
         self._queue: deque[Task[P]] = deque()
         self._blocked: set[Task[P]] = set()
         self._last_id = 0
@@ -132,12 +158,12 @@ class Scheduler(Generic[P]):
     @property
     def waiting(self) -> int:
         """Tasks that no worker has."""
-        return len(self._queue) + len(self._blocked)
+        return len(self._begun) + len(self._queue) + len(self._blocked)
 
     @property
     def queued(self) -> int:
         """Tasks that could be sent now."""
-        return len(self._queue)
+        return len(self._begun) if self.cuts else len(self._begun) + len(self._queue)
 
     @property
     def entered(self) -> int:
@@ -147,7 +173,7 @@ class Scheduler(Generic[P]):
     @property
     def next_one(self) -> Task[P] | None:
         """The head of the queue."""
-        return self._queue[0] if self._queue else None
+        return next(iter(self._begun or self._queue), None)
 
     @property
     def in_flight(self) -> int:
@@ -157,6 +183,7 @@ class Scheduler(Generic[P]):
     def tasks(self) -> Iterator[Task[P]]:
         """All that have not ended."""
         yield from self._blocked
+        yield from self._begun
         yield from self._queue
         for worker in self.workers:
             yield from worker.sent.values()
@@ -165,7 +192,31 @@ class Scheduler(Generic[P]):
     @property
     def idle(self) -> bool:
         """Nothing is waiting and nothing executes."""
-        return not self._queue and not self._blocked and not self.in_flight
+        return not self.waiting and not self.in_flight
+
+    @property
+    def begun(self) -> list[Task[P]]:
+        """Tasks that have begun, and wait to be run again."""
+        return list(self._begun)
+
+    # Cuts
+
+    def begin_cut(self, cut: object) -> None:
+        """From now on only what has begun is sent. May be called without the lock, by whoever then takes it."""
+        self.cuts.add(cut)  # wherever Ctrl-C strikes, it is taken out as often as it was put in
+
+    def take_cut(self, cut: object) -> bool:
+        """Has everything ended that had begun, and does nobody else have the cut? Then it is this one's."""
+        if self.in_flight or self._begun or self._cutter not in (None, cut):
+            return False
+        self._cutter = cut
+        return True
+
+    def end_cut(self, cut: object) -> None:
+        """It is made, or given up."""
+        self.cuts.discard(cut)
+        if self._cutter is cut:
+            self._cutter = None
 
     # The producer's side
 
@@ -218,17 +269,19 @@ class Scheduler(Generic[P]):
         is sent before there is room for half a window, so that a message brings several.
         """
         worker = self.workers[index]
-        if not worker.up or not self._queue:
+        queued = self.queued
+        if not worker.up or not queued:
             return []
         up = sum(other.up for other in self.workers)
-        count = min(worker.window - len(worker.sent), math.ceil(len(self._queue) / up))
+        count = min(worker.window - len(worker.sent), math.ceil(queued / up))
         if worker.sent:
             if worker.window - len(worker.sent) < worker.window // 2:
                 return []
-            count = min(count, len(self._queue) - sum(other.up and not other.sent for other in self.workers))
+            count = min(count, queued - sum(other.up and not other.sent for other in self.workers))
         batch: list[Task[P]] = []
         size = 0
-        for task in itertools.islice(self._queue, max(count, 0)):
+        tasks: Iterable[Task[P]] = itertools.chain(self._begun, self._queue) if self._begun else self._queue
+        for task in itertools.islice(tasks, max(count, 0)):
             size += task.size
             batch.append(task)
             if size >= MAX_BATCH_BYTES:
@@ -245,7 +298,7 @@ class Scheduler(Generic[P]):
         """The worker has these, which were offered, from this position on."""
         worker = self.workers[index]
         for place, task in enumerate(tasks, position):
-            first = self._queue.popleft()
+            first = (self._begun or self._queue).popleft()
             assert first is task, "what was offered is the head of the queue"
             task.state = State.SENT
             task.attempts += 1
@@ -290,12 +343,20 @@ class Scheduler(Generic[P]):
             task.attempts -= 1  # it was none
         return self._requeue(tasks)
 
+    def run_again(self, index: int, task_ids: Iterable[int]) -> list[Task[P]]:
+        """These failed on the worker, and are to run again: as `give_back`, but they have begun."""
+        worker, task_ids = self.workers[index], list(task_ids)
+        for task_id in task_ids:
+            if task_id in worker.sent:
+                worker.sent[task_id].begun_on = index
+        return self.give_back(index, task_ids)
+
     def lose(self, index: int) -> bool:
         """A worker is gone. True if it had tasks, which are in limbo now.
 
         It ran them in order, so its death is an attempt of the oldest only: the others did not start, or had
         ended and lost their outcomes. Else a function that waits behind others could be given up for what
-        they, or a machine that is taken away again and again, did.
+        they, or a machine that is taken away again and again, did. But all of them may have begun.
         """
         worker = self.workers[index]
         worker.up = False
@@ -305,7 +366,7 @@ class Scheduler(Generic[P]):
         worker.limbo.extend(lost)
         worker.sent.clear()
         for task in worker.limbo:
-            task.state = State.LIMBO
+            task.state, task.begun_on = State.LIMBO, index
         return bool(worker.limbo)
 
     def requeue(
@@ -358,10 +419,11 @@ class Scheduler(Generic[P]):
         return cancelled + self._set_error(error)
 
     def cancel_waiting(self, wanted: Callable[[Task[P]], bool] = lambda _: True) -> list[Task[P]]:
-        """Those of them that no worker has are cancelled: these."""
-        cancelled = [task for task in (*self._blocked, *self._queue) if wanted(task)]
+        """Those of them that no worker has are cancelled, whether they have begun or not: these."""
+        cancelled = [task for task in (*self._blocked, *self._begun, *self._queue) if wanted(task)]
         self._blocked.difference_update(cancelled)
         ended = set(cancelled)
+        self._begun = deque(task for task in self._begun if task not in ended)
         self._queue = deque(task for task in self._queue if task not in ended)
         for task in cancelled:
             self._end(task, State.CANCELLED)
@@ -373,7 +435,7 @@ class Scheduler(Generic[P]):
 
     def to_steal(self) -> tuple[int, Sequence[Task[P]]] | None:
         """For an idle worker while the queue is empty: a worker that has several tasks, and its later half."""
-        if self._queue or self.error is not None:
+        if self.queued or self.error is not None:
             return None
         index = max(range(len(self.workers)), key=lambda i: len(self.workers[i].sent))
         tasks = self.recallable(index)
@@ -390,7 +452,7 @@ class Scheduler(Generic[P]):
         for task in reversed(tasks):
             if task.state is not State.CANCELLED:
                 task.state = State.QUEUED
-                self._queue.appendleft(task)
+                (self._begun if task.begun else self._queue).appendleft(task)
         return cancelled
 
     def _set_error(self, error: Exception) -> list[Task[P]]:
@@ -410,10 +472,14 @@ class Scheduler(Generic[P]):
             assert worker.up or not worker.sent, "a worker that is down has nothing"
             assert all(task.state is State.SENT for task in worker.sent.values())
             assert all(task.state is State.LIMBO for task in worker.limbo)
-        assert all(task.state is State.QUEUED for task in self._queue)
+        assert all(task.state is State.QUEUED for task in (*self._begun, *self._queue))
+        assert all(task.begun for task in self._begun)
+        assert not any(task.begun for task in self._queue)
+        assert self._cutter is None or not (self.in_flight or self._begun), "a cut holds no half of a function"
+        assert self._cutter is None or self._cutter in self.cuts
         assert all(task.state is State.BLOCKED and task.blockers > 0 for task in self._blocked)
         assert self.error is None or not self.waiting, "an error leaves nothing waiting"
-        held = [task.id for task in (*self._queue, *self._blocked)]
+        held = [task.id for task in (*self._begun, *self._queue, *self._blocked)]
         held += [task_id for worker in self.workers for task_id in worker.sent]
         held += [task.id for worker in self.workers for task in worker.limbo]
         assert len(held) == len(set(held)), "a task is in one place"

@@ -22,6 +22,7 @@ from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import arm
 from pscluster.core.process import complain, configure_logging, log_options, main_of, tune_allocator
 from pscluster.core.serving import RoleOptions, expect_type, on_parents_death, options_of_environ, role_options
+from pscluster.core.tokens import hide_token
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ def command(script: str, args: tuple[str, ...], options: RoleOptions) -> None:
 def evaluator_command(script: str, args: tuple[str, ...], log_level: str, log_format: str) -> None:
     """Run this process' task."""
     options = replace(options_of_environ(role="tool"), log_level=log_level, log_format=log_format)
+    hide_token()
     _end(run_coordinator(script, args, options, "evaluator"))
 
 

@@ -13,6 +13,7 @@ from pscluster.coordinator.settings import process_options
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.serving import RoleOptions, listen_address, run_role
+from pscluster.core.tokens import hide_token
 from pscluster.ps.main import bounds_of_environ, durability_options, serve_ps
 from pscluster.worker.main import serve_worker
 
@@ -66,6 +67,7 @@ class Server:
 
     def join(self) -> None:
         """Serve until SIGTERM, Ctrl-C or, where asked for, the end of the job; then exit with 0. Never returns."""
+        hide_token()
         if self._role == "ps":
             own = self._spec.task_address("ps", self._index)
             in_flight_mib, roots = bounds_of_environ()

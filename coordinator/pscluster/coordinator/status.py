@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import os
 import signal
 import sys
@@ -17,17 +17,17 @@ from typing import Any, Self
 import grpc
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from pscluster.coordinator.health import ASK_SECONDS, Metadata
+from pscluster.coordinator.health import ASK_SECONDS
 from pscluster.coordinator.rates import BUSIEST, RateMeter, Rates, TaskRates, VariableRates
 from pscluster.coordinator.render import rendered
-from pscluster.core.channels import NODE_SERVICE, PeerAddress, explain, open_channel
+from pscluster.core.channels import NODE_SERVICE, PeerAddress, explain, open_peer_channel
 from pscluster.core.cluster import ClusterSpec
 from pscluster.core.errors import RETRYABLE, from_rpc
 from pscluster.core.rpc import Stub
+from pscluster.core.shown import shown, shown_json
 from pscluster.core.tls import Tls
 from pscluster.v1 import node_pb2
 
@@ -38,10 +38,10 @@ Answer = node_pb2.StatusReply | str
 """A task's own account of itself, or why there is none."""
 
 
-def peers_of(cluster: ClusterSpec, tls: Tls | None = None) -> list[PeerAddress]:
+def peers_of(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = None) -> list[PeerAddress]:
     """All tasks, the coordinator first."""
     return [
-        PeerAddress(job, index, cluster.task_address(job, index), tls)
+        PeerAddress(job, index, cluster.task_address(job, index), tls, token)
         for job in ("chief", "ps", "worker", "evaluator")
         if job in cluster.jobs
         for index in cluster.task_indices(job)
@@ -51,22 +51,22 @@ def peers_of(cluster: ClusterSpec, tls: Tls | None = None) -> list[PeerAddress]:
 class Asker:
     """Asks tasks for their accounts, all at once, on connections that stay open; a context manager."""
 
-    def __init__(self, peers: Sequence[PeerAddress], metadata: Metadata) -> None:
+    def __init__(self, peers: Sequence[PeerAddress]) -> None:
         self.peers = list(peers)
-        self._metadata = metadata
-        self._channels = [open_channel(peer.address, peer.tls) for peer in self.peers]
+        self._channels = [open_peer_channel(peer) for peer in self.peers]
         self._stubs = [Stub(channel, NODE_SERVICE) for channel in self._channels]
 
     def ask(self, busiest: int = 0, timeout: float = ASK_SECONDS) -> list[Answer]:
         """What each says, in their order. Takes `timeout` seconds at most."""
         request = node_pb2.StatusRequest(busiest=busiest)
-        calls = [stub.status.future(request, timeout=timeout, metadata=self._metadata) for stub in self._stubs]
-        return [self._answer(peer, call) for peer, call in zip(self.peers, calls, strict=True)]
+        answers = functools.partial(self._answer, request, timeout)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(answers, self.peers, self._stubs))
 
     @staticmethod
-    def _answer(peer: PeerAddress, call: Any) -> Answer:
+    def _answer(request: node_pb2.StatusRequest, timeout: float, peer: PeerAddress, stub: Stub) -> Answer:
         try:
-            reply: node_pb2.StatusReply = call.result()
+            reply: node_pb2.StatusReply = stub.status(request, timeout=timeout)
         except grpc.RpcError as error:
             return "it does not answer" if error.code() in RETRYABLE else str(from_rpc(error, str(peer)))
         theirs = reply.identity
@@ -97,9 +97,9 @@ class Asker:
         self.close()
 
 
-def ask(peer: PeerAddress, metadata: Metadata) -> Answer:
+def ask(peer: PeerAddress) -> Answer:
     """One task's own account of itself, or why there is none."""
-    with Asker([peer], metadata) as asker:
+    with Asker([peer]) as asker:
         return asker.explained(asker.ask())[0]
 
 
@@ -115,11 +115,11 @@ def status_table(peers: Sequence[PeerAddress], answers: Sequence[Answer]) -> Tab
     table = Table("task", "address", "state", "up", "what it has")
     for peer, answer in zip(peers, answers, strict=True):
         if isinstance(answer, str):
-            table.add_row(peer.task, peer.address, Text("not up", "bold red"), "", escape(answer))
+            table.add_row(peer.task, peer.address, Text("not up", "bold red"), "", Text(shown(answer)))
         else:
-            state = Text(answer.state, "green" if answer.state in ("serving", "coordinating") else "yellow")
+            state = Text(shown(answer.state), "green" if answer.state in ("serving", "coordinating") else "yellow")
             up = f"{answer.uptime_seconds:.0f} s"
-            table.add_row(peer.task, peer.address, state, up, escape(_detail(answer)))
+            table.add_row(peer.task, peer.address, state, up, Text(shown(_detail(answer))))
     return table
 
 
@@ -138,7 +138,7 @@ def _detail(reply: node_pb2.StatusReply) -> str:
 def as_json(peers: Sequence[PeerAddress], answers: Sequence[Answer]) -> str:
     """One object, on one line: `all_up`, and in `tasks` one for every task, in the order of the table."""
     tasks = [_task(peer, answer) for peer, answer in zip(peers, answers, strict=True)]
-    return json.dumps({"all_up": all_up(peers, answers), "tasks": tasks}, ensure_ascii=False)
+    return shown_json({"all_up": all_up(peers, answers), "tasks": tasks})
 
 
 def _task(peer: PeerAddress, answer: Answer) -> dict[str, Any]:
@@ -163,7 +163,6 @@ def _task(peer: PeerAddress, answer: Answer) -> dict[str, Any]:
 
 def show_status(
     peers: Sequence[PeerAddress],
-    metadata: Metadata,
     *,
     as_text: bool = True,
     every: float | None = None,
@@ -181,7 +180,7 @@ def show_status(
     up = False
     with (
         contextlib.nullcontext() if every is None else contextlib.suppress(KeyboardInterrupt),
-        Asker(peers, metadata) as asker,
+        Asker(peers) as asker,
         _screen(live=as_text and every is not None) as show,
     ):
         for _ in _rounds(every, 1 if every is None else rounds):
@@ -194,7 +193,7 @@ def show_status(
     return 0 if up or every is not None else 1
 
 
-def show_top(peers: Sequence[PeerAddress], metadata: Metadata, *, every: float, rounds: int = 0, rows: int = 10) -> int:
+def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, rows: int = 10) -> int:
     """Print who does most, a second: servers, variables, workers. The first look only counts; the exit code.
 
     Args:
@@ -203,7 +202,7 @@ def show_top(peers: Sequence[PeerAddress], metadata: Metadata, *, every: float, 
         rows: of each table, at most.
     """
     meter = RateMeter()
-    with contextlib.suppress(KeyboardInterrupt), Asker(peers, metadata) as asker, _screen(live=True) as show:
+    with contextlib.suppress(KeyboardInterrupt), Asker(peers) as asker, _screen(live=True) as show:
         for number in _rounds(every, rounds and rounds + 1):
             answers = asker.ask(BUSIEST)
             replies = {
@@ -337,7 +336,7 @@ def _variables(variables: Sequence[VariableRates]) -> Table:
     for each in variables:
         on = ", ".join(f"ps {server}" for server in sorted(each.servers))
         table.add_row(
-            Text(each.name),
+            Text(shown(each.name)),
             f"{each.reads:,.0f}",
             size(each.read_bytes),
             f"{each.updates:,.0f}",

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pscluster.coordinator import loop
 from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
@@ -33,6 +33,7 @@ from pscluster.coordinator.live_job import LiveJob, continue_job, default_job_na
 from pscluster.coordinator.local_cluster import LocalCluster
 from pscluster.coordinator.observed import Observed
 from pscluster.coordinator.partitioners import partition_for
+from pscluster.coordinator.partly_applied import PartlyApplied
 from pscluster.coordinator.pinned import prefix_of
 from pscluster.coordinator.placement import Placer
 from pscluster.coordinator.positions import NAME as POSITIONS
@@ -44,16 +45,16 @@ from pscluster.core.channels import PeerAddress, wait_for_peers
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, is_loopback, split_address, validate_for_strategy
 from pscluster.core.definitions import capture, split_off_bulk
 from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
-from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError, PsClusterError
+from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.fault_points import arm, reach
 from pscluster.core.geometry import Partition
 from pscluster.core.handles import Handle
 from pscluster.core.identity import fresh_id, make_identity
 from pscluster.core.node import Role
-from pscluster.core.serving import RoleOptions, RoleServer, listen_address, serve_metrics
+from pscluster.core.serving import RoleOptions, RoleServer, listen_address, serve_metrics, with_user_token
+from pscluster.core.shown import shown
 from pscluster.core.telemetry.exposition import MetricsServer
 from pscluster.core.tls import CERTIFICATE, KEY
-from pscluster.core.tokens import call_metadata
 from pscluster.core.trust import Trust, asked_for, trust_of
 from pscluster.ps.client import PsClient
 from pscluster.ps.creating import Partitioner, VariableRequest, colocated_with, colocation, creating_with
@@ -102,8 +103,7 @@ class ParameterServerStrategy(Strategy):
             optimizers that are made here under the name of one that lives take it as it is. False: begin anew.
         take_over: take the tasks from another coordinator that has them now; what it still sends is refused.
         allow_pickle: whether functions and objects may be sent as pickles; see docs/security.md. None: as the
-            LocalCluster, the command line or PSCLUSTER_ALLOW_PICKLE says, else where a token protects the roles, or all
-            are on loopback.
+            LocalCluster, the command line or PSCLUSTER_ALLOW_PICKLE says, else where a token protects the roles.
 
     Raises:
         ConfigurationError: the cluster's description is wrong.
@@ -136,6 +136,10 @@ class ParameterServerStrategy(Strategy):
         tls = mine.tls
         if token is None:
             token = mine.token
+        if token is None and mine is options:
+            jobs = [job for job in ("ps", "worker", "chief") if job in spec.jobs]
+            addresses = [spec.task_address(job, i) for job in jobs for i in spec.task_indices(job)]
+            token = with_user_token(options, addresses).token
         self.trusted = _trust_of(
             cluster_resolver, spec, token is not None or (tls is not None and tls.is_mutual), allow_pickle, options
         )
@@ -166,22 +170,22 @@ class ParameterServerStrategy(Strategy):
 
         self.observed = Observed()
         """What has happened, for who looks on."""
+        self.partly_applied = PartlyApplied()
+        """Functions that have ended and left a part of their updates."""
+        self._half_restored = ""  # why some servers have a checkpoint's values, and others perhaps not
         self.job = fresh_id()
         self._live = LiveJob()
         self._progress = JobProgress(self)
         self.identity = make_identity("chief", 0)
-        self._metadata = call_metadata(token)
-        ps = [PeerAddress("ps", i, spec.task_address("ps", i), tls) for i in spec.task_indices("ps")]
+        ps = [PeerAddress("ps", i, spec.task_address("ps", i), tls, token) for i in spec.task_indices("ps")]
         self._workers = [
-            PeerAddress("worker", i, spec.task_address("worker", i), tls) for i in spec.task_indices("worker")
+            PeerAddress("worker", i, spec.task_address("worker", i), tls, token) for i in spec.task_indices("worker")
         ]
         for peer in (*ps, *self._workers):
-            peer.check_plain(token, insecure=options.insecure)
+            peer.check_plain(insecure=options.insecure)
         if [peer.index for peer in ps] != list(range(len(ps))):
             raise ConfigurationError("the cluster's parameter servers must be numbered from 0 without gaps")
-        client = PsClient(
-            ps, self.identity, self._metadata, job=self.job, incarnation=fresh_id(), retry_seconds=ps_timeout
-        )
+        client = PsClient(ps, self.identity, job=self.job, incarnation=fresh_id(), retry_seconds=ps_timeout)
         super().__init__(client)
         self._attach_request = node_pb2.AttachRequest(
             coordinator=self.identity,
@@ -203,7 +207,7 @@ class ParameterServerStrategy(Strategy):
                 self._show(options)
             self._metrics = serve_metrics(self.telemetry, options)
             self._server = self._serve(spec, options)
-            wait_for_peers([*ps, *self._workers], self.identity, self._metadata, timeout=timeout, purpose="coordinator")
+            wait_for_peers([*ps, *self._workers], self.identity, timeout=timeout, purpose="coordinator")
             self._client.connect(timeout)
             must_hold = [0] * len(ps)
             if resume:
@@ -211,6 +215,7 @@ class ParameterServerStrategy(Strategy):
             loop.run(self._attach(ps, must_hold))
             if self._attach_request.epoch > 1:
                 self._live = self._find_live()
+                self.partly_applied.add("functions", "had begun under a coordinator that died: which is not known")
         except BaseException:
             self.close("the coordinator could not connect")
             raise
@@ -256,14 +261,9 @@ class ParameterServerStrategy(Strategy):
         """HOST:PORT of `/metrics`; "": it is not served."""
         return self._metrics.address if self._metrics is not None else ""
 
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What calls to them carry."""
-        return self._metadata
-
     async def _attach(self, peers: Sequence[PeerAddress], must_hold: Sequence[int]) -> None:
         servers = [
-            PsLink(peer, self._metadata, self._attach_request, self._declare_again, holding, self.observed)
+            PsLink(peer, self._attach_request, self._declare_again, holding, self.observed)
             for peer, holding in zip(peers, must_hold, strict=True)
         ]
         try:
@@ -278,6 +278,11 @@ class ParameterServerStrategy(Strategy):
             server.begin()
         self._servers = servers
         reach("coordinator.attach.after")
+        terms = [server.term for server in servers]
+        if len(set(terms)) > 1:
+            self._half_restored = "the coordinator that died has restored a checkpoint on some parameter servers only"
+            logger.error("%s: restore it again", self._half_restored)
+        self._begin_term(max(terms))
         holdings = [server.holding for server in servers]
         self._client.expect(holdings)
         self._attach_request.holdings.extend(holdings)
@@ -334,13 +339,13 @@ class ParameterServerStrategy(Strategy):
             loop.event_loop(),
             self._workers,
             self._servers,
-            self._metadata,
             self._attach_request,
             max_queued=max_queued,
             max_attempts=max_attempts,
             worker_lease=worker_lease,
             counts=self.counts,
             observed=self.observed,
+            partly_applied=self.partly_applied,
         )
         self._dispatcher = dispatcher
         loop.run(dispatcher.start())
@@ -368,7 +373,6 @@ class ParameterServerStrategy(Strategy):
                 loop.event_loop(),
                 self._workers,
                 self._servers,
-                self._metadata,
                 self._attach_request,
                 max_queued=1,
                 max_attempts=1,
@@ -410,6 +414,41 @@ class ParameterServerStrategy(Strategy):
         """Why it makes no sense to wait for an end in order: the whole cluster is ending, as a rule. Empty: it does."""
         late = [f"{server} is out of reach for {s:.0f} s" for server, s in self.out_of_reach().items() if s > HOPELESS]
         return ", ".join(late)
+
+    def _begin_term(self, term: int) -> None:
+        """What is updated from now on is of this term, or a later one."""
+        self._client.term = self._attach_request.term = term
+        if self._dispatcher is not None:
+            self._dispatcher.term = term
+
+    @contextlib.contextmanager
+    def restoring(self, what: str) -> Iterator[int]:
+        """Within the block the parameter servers take other values, all of them, under the term that this gives.
+
+        No function runs meanwhile. What the script updates at the same time is of the term before, so that servers
+        which have the new values refuse it; on the others it is overwritten. Where the block raises, nothing is saved
+        until another one has ended: see `check_restored`.
+        """
+        term = self._attach_request.term + 1
+        self._half_restored = f"{what} was broken off: some parameter servers may have its values, and others not"
+        try:
+            yield term
+        finally:
+            self._begin_term(term)
+        for server in self._servers:
+            server.term = term
+        self._half_restored = ""
+
+    def check_restored(self) -> None:
+        """CheckpointError if some servers have the values of a restored checkpoint, and others not, or not any more."""
+        term, why = self._attach_request.term, self._half_restored
+        if not why and (behind := [str(server.peer) for server in self._servers if server.term < term]):
+            why = f"{', '.join(behind)} came back with what was there before the last restore"
+        if why:
+            raise CheckpointError(
+                f"nothing is saved, since {why}: restore again, or go on with what there is by "
+                "Checkpoint(strategy).give_up_restore()"
+            )
 
     def show_until_closed(self, page: Dashboard) -> None:
         """A live page shows this job; it is closed when this is. MisuseError if the job is over."""
@@ -578,11 +617,12 @@ class ParameterServerStrategy(Strategy):
         """Updates that were acknowledged and lost when parameter servers died, by variable; {} if none is known of.
 
         A lower bound: what clients that are still there were told of, beyond what the servers had saved. Of several
-        shards the one counts that has lost most.
+        shards the one counts that has lost most. Records of a log that can't be read count under `(unknown)`.
 
         Raises:
             UnavailableError: a server does not answer.
         """
+        self._client.tell_seen()
         found: dict[str, int] = {}
         for reply in self._client.statuses():
             for name, lost in reply.lost_updates.items():
@@ -597,7 +637,7 @@ class ParameterServerStrategy(Strategy):
             for shard in variable.variables:
                 per_server[shard.device] = per_server.get(shard.device, 0) + shard.nbytes
                 shape = "x".join(map(str, shard.shape)) or "scalar"
-                table.add_row(escape(shard.name), shape, shard.dtype.name, shard.device, f"{shard.nbytes:,}")
+                table.add_row(Text(shown(shard.name)), shape, shard.dtype.name, shard.device, f"{shard.nbytes:,}")
         fullest = max(per_server.values(), default=0) or 1
         picture = []
         for index in range(self._client.num_servers):
@@ -689,8 +729,10 @@ def _trust_of(
     exposed = ""
     if not knows_peers:
         addresses = [spec.task_address(job, index) for job in ("ps", "worker") for index in spec.task_indices(job)]
-        far = [address for address in addresses if not is_loopback(split_address(address)[0])]
-        exposed = f"the role at {far[0]} would take one from anybody, without a token" if far else ""
+        if not options.insecure:
+            exposed = f"the role at {addresses[0]} would take one from anybody, without a token"
+        elif far := [address for address in addresses if not is_loopback(split_address(address)[0])]:
+            exposed = f"the role at {far[0]} would take one from anybody, without a token"
     return trust_of(asked_for(options.allow_pickle if asked is None else asked), exposed)
 
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from pscluster.coordinator.counts import Attempt
-from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_channel
+from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_peer_channel
 from pscluster.core.errors import from_rpc
 from pscluster.core.rpc import Stub
 from pscluster.v1 import node_pb2
@@ -74,24 +74,24 @@ class Recorded:
         return Span(begin + self.offset, end + self.offset)
 
 
-def collect(peers: Sequence[PeerAddress], metadata: tuple[tuple[str, str], ...]) -> list[Recorded]:
+def collect(peers: Sequence[PeerAddress]) -> list[Recorded]:
     """What they remember, all asked at once; nothing of those that don't answer."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(lambda peer: _ask(peer, metadata), peers))
+        return list(pool.map(_ask, peers))
 
 
-def _ask(peer: PeerAddress, metadata: tuple[tuple[str, str], ...]) -> Recorded:
+def _ask(peer: PeerAddress) -> Recorded:
     best, offset = float("inf"), 0.0
-    with open_channel(peer.address, peer.tls) as channel:
+    with open_peer_channel(peer) as channel:
         node = Stub(channel, NODE_SERVICE)
         try:
             for _ in range(_TRIPS):
                 begin = time.monotonic()
-                reply = node.status(node_pb2.StatusRequest(), timeout=ASK_SECONDS, metadata=metadata)
+                reply = node.status(node_pb2.StatusRequest(), timeout=ASK_SECONDS)
                 end = time.monotonic()
                 if end - begin < best:
                     best, offset = end - begin, (begin + end) / 2 - reply.clock
-            reply = node.status(node_pb2.StatusRequest(recorded=True), timeout=ASK_SECONDS, metadata=metadata)
+            reply = node.status(node_pb2.StatusRequest(recorded=True), timeout=ASK_SECONDS)
         except grpc.RpcError as error:
             return Recorded(peer, missing=str(from_rpc(error, str(peer))))
     return Recorded(

@@ -8,14 +8,21 @@ is one, is asked for besides: by itself it does not tell roles apart.
 from __future__ import annotations
 
 import functools
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 
-from pscluster.core.errors import NotPermittedError, ProtocolError
+from pscluster.core.errors import AuthenticationError, NotPermittedError, ProtocolError
 from pscluster.core.patience import Patience
 from pscluster.core.rpc import abort
+from pscluster.core.security.revocation import why_refused
+from pscluster.core.tls import Tls
+from pscluster.core.tokens import LOOK_SECONDS
+
+logger = logging.getLogger(__name__)
 
 COORDINATOR = "coordinator"
 ROLES = ("ps", "worker", COORDINATOR, "tool")
@@ -75,10 +82,59 @@ def _refusal(roles: list[str], what: str) -> NotPermittedError:
 
 
 class RoleInterceptor(grpc.ServerInterceptor):
-    """Refuses every call that the caller's certificate does not open. For servers that ask for one."""
+    """Refuses every call that the caller's certificate does not open. For servers that ask for one.
 
-    def __init__(self, patience: Patience | None = None) -> None:
+    With `tls`, certificates that were revoked open nothing, and calls that are open end once theirs is.
+    """
+
+    def __init__(self, patience: Patience | None = None, tls: Tls | None = None) -> None:
         self._patience = patience or Patience(REQUEST_SECONDS)
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._open: dict[grpc.ServicerContext, bytes] = {}  # and the caller's certificate
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        """Look at what was revoked now and then, until `stop`."""
+        threading.Thread(target=self._watch, name="revocation", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        seen = frozenset[str]()
+        while not self._over.wait(LOOK_SECONDS):
+            assert self._tls is not None
+            self._tls.look_again()
+            if self._tls.revoked == seen:
+                continue
+            seen = self._tls.revoked
+            with self._lock:
+                ended = [each for each, pem in self._open.items() if why_refused(pem, seen, resumed=False)]
+            for each in ended:
+                each.cancel()
+            if ended:
+                logger.info("%d open calls with certificates that were revoked were ended", len(ended))
+
+    def _begin(self, context: grpc.ServicerContext) -> None:
+        """AuthenticationError if the caller's certificate is refused."""
+        if self._tls is None:
+            return
+        self._tls.look_again()
+        shown: Any = context.auth_context()  # bytes, whatever the stubs say
+        (pem,) = shown["x509_pem_cert"]
+        with self._lock:
+            self._open[context] = pem
+        if not context.add_callback(lambda: self._end(context)):
+            self._end(context)
+        resumed = shown.get("ssl_session_reused") == [b"true"]
+        if (why := why_refused(pem, self._tls.revoked, resumed=resumed)) is not None:
+            raise AuthenticationError(why)
+
+    def _end(self, context: grpc.ServicerContext) -> None:
+        with self._lock:
+            self._open.pop(context, None)
 
     def intercept_service(
         self,
@@ -99,22 +155,25 @@ class RoleInterceptor(grpc.ServerInterceptor):
             behaviour = of_the_first(behaviour, details.method, self._patience)
         make = getattr(grpc, f"stream_{shape[handler.response_streaming]}_rpc_method_handler")
         guarded: grpc.RpcMethodHandler[Any, Any] = make(
-            _guarded(behaviour, details.method),
+            self._guarded(behaviour, details.method),
             handler.request_deserializer,
             handler.response_serializer,
         )
         return guarded
 
+    def _guarded(self, behaviour: Callable[..., Any], path: str) -> Callable[..., Any]:
+        @functools.wraps(behaviour)  # also keeps what grpc's health check notes on its method
+        def call(requests: Iterator[Any], context: grpc.ServicerContext, *rest: Any) -> Any:
+            try:
+                self._begin(context)
+            except AuthenticationError as error:
+                abort(context, error)
+            roles = roles_of(context) or []
+            if not any(may_call(role, path) for role in roles):
+                abort(context, _refusal(roles, path))
+            return behaviour(requests, context, *rest)
 
-def _guarded(behaviour: Callable[..., Any], path: str) -> Callable[..., Any]:
-    @functools.wraps(behaviour)  # also keeps what grpc's health check notes on its method
-    def call(requests: Iterator[Any], context: grpc.ServicerContext, *rest: Any) -> Any:
-        roles = roles_of(context) or []
-        if not any(may_call(role, path) for role in roles):
-            abort(context, _refusal(roles, path))
-        return behaviour(requests, context, *rest)
-
-    return call
+        return call
 
 
 def of_the_first(behaviour: Callable[..., Any], path: str, patience: Patience) -> Callable[..., Any]:

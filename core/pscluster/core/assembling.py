@@ -160,6 +160,8 @@ class _Sender:
             part.value.text = str(obj)
         elif isinstance(obj, np.dtype):
             part.kind = Part.DTYPE
+            if obj.hasobject:
+                raise UnsendableError(f"is {obj!r}, whose elements are Python objects: name it inside of the function")
             self._put(np.lib.format.dtype_to_descr(obj), "a dtype", part.value)
         elif isinstance(obj, types.FunctionType):
             self._function(part, obj)

@@ -17,8 +17,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pscluster.core.assembling import MAIN, PART, Part, holds_code, holds_parts
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.own_modules import import_checked, import_object, is_own
@@ -26,6 +24,7 @@ from pscluster.core.scripts import UnresolvedReference, load_script
 from pscluster.core.source_files import SourceFile, read_source
 from pscluster.core.sources import source_of
 from pscluster.core.trust import trust
+from pscluster.core.value_arrays import plain_dtype
 from pscluster.core.value_records import MODULE_MARK, PYTHON_CLASS
 from pscluster.core.values import HandleResolver, decode
 from pscluster.v1 import definition_pb2, value_pb2
@@ -149,7 +148,7 @@ class _Receiver:
             case Part.PATH:
                 return Path(part.value.text)
             case Part.DTYPE:
-                return np.lib.format.descr_to_dtype(self._decoded(part.value))
+                return plain_dtype(self._decoded(part.value))
         raise ProtocolError(f"part {number} of an assembly is of no known kind, or not made as its kind is")
 
     def _decoded(self, value: value_pb2.Value) -> Any:
@@ -278,7 +277,9 @@ def found_in(module: types.ModuleType, qualname: str) -> Any:
 
     Raises:
         UnresolvedReference: nothing is, or what was imported from elsewhere.
+        MisuseError: it is pscluster's own, and not for peers to name.
     """
+    trust().check_name(module.__name__, qualname)
     found: Any = module
     names = qualname.split(".")
     for place, name in enumerate(names):

@@ -17,6 +17,10 @@ from pscluster.core.cluster import split_address
 from pscluster.core.errors import AuthenticationError, PsClusterError, UnavailableError, from_rpc
 from pscluster.core.limits import MAX_MESSAGE_BYTES
 from pscluster.core.rpc import Stub
+from pscluster.core.security.aio_channel import AuthenticatedAioChannel
+from pscluster.core.security.channel import AuthenticatedChannel
+from pscluster.core.security.handshake import Secret
+from pscluster.core.streams import Metadata, Stream, open_raw_stream
 from pscluster.core.tls import Tls, check_plain, why_not_plain
 from pscluster.v1 import node_pb2
 
@@ -33,7 +37,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A restarted peer is found within seconds, not after grpc's two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),  # also how long one attempt may take, on a busy machine
-    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    # One that comes back under another address of the same name, as containers do, too; grpc's own limit is 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # Lenient, and matched by the servers': a process that holds the GIL for seconds is not dead.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -57,7 +63,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
-_HELLO_SECONDS = 5.0
+HELLO_SECONDS = 5.0
 _REMIND_SECONDS = 10.0  # how often somebody who waits is told for whom, and what is seen of them
 _AT_ONCE = 32
 
@@ -70,6 +76,7 @@ class PeerAddress:
     index: int
     address: str
     tls: Tls | None = field(default=None, compare=False, repr=False)  # how it is dialled
+    token: str | None = field(default=None, compare=False, repr=False)  # what both sides know
 
     @property
     def task(self) -> str:
@@ -79,24 +86,52 @@ class PeerAddress:
     def __str__(self) -> str:
         return f"{self.task} at {self.address}"
 
-    def check_plain(self, token: str | None, *, insecure: bool) -> None:
-        """ConfigurationError if the token would be sent there as anybody on the way can read it."""
-        check_plain(self, self.address, token, self.tls, insecure=insecure)
+    def check_plain(self, *, insecure: bool) -> None:
+        """ConfigurationError if what is secret would be sent there as anybody on the way can read it."""
+        check_plain(self, self.address, self.token, self.tls, insecure=insecure)
 
 
-def open_channel(address: str, tls: Tls | None, more: Sequence[tuple[str, int]] = ()) -> grpc.Channel:
-    """A channel of its own connection to the address; nothing is dialled before the first call."""
+def open_channel(
+    address: str,
+    tls: Tls | None,
+    token: str | None = None,
+    more: Sequence[tuple[str, int]] = (),
+    task: tuple[str, int] | None = None,
+) -> grpc.Channel:
+    """A channel of its own connection to the address; nothing is dialled before the first call.
+
+    With a token, every call of it is authenticated, and the server is, too, before anything is sent to it; it has to be
+    this task, a role and its index, if one is given.
+    """
     options = [*CHANNEL_OPTIONS, *more]
     if tls is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=options)
+        channel = grpc.insecure_channel(address, options=options)
+    else:
+        channel = grpc.secure_channel(address, tls.channel_credentials(), options=options)
+    return channel if token is None else AuthenticatedChannel(channel, Secret.of(token), address, task)
 
 
-def open_aio_channel(peer: PeerAddress) -> grpc.aio.Channel:
+def open_aio_channel(peer: PeerAddress) -> grpc.aio.Channel | AuthenticatedAioChannel:
     """The same for the loop."""
     if peer.tls is None:
-        return grpc.aio.insecure_channel(peer.address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(peer.address, peer.tls.channel_credentials(), options=CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(peer.address, options=CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(peer.address, peer.tls.channel_credentials(), options=CHANNEL_OPTIONS)
+    if peer.token is None:
+        return channel
+    return AuthenticatedAioChannel(channel, Secret.of(peer.token), peer.address, (peer.role, peer.index))
+
+
+def open_peer_channel(peer: PeerAddress, more: Sequence[tuple[str, int]] = ()) -> grpc.Channel:
+    """The same for threads."""
+    return open_channel(peer.address, peer.tls, peer.token, more, (peer.role, peer.index))
+
+
+def open_stream(channel: grpc.Channel, path: str, metadata: Metadata) -> Stream:
+    """A stream of raw bytes for a method by its path, authenticated as the channel's calls are."""
+    if isinstance(channel, AuthenticatedChannel):
+        return channel.open_stream(path, metadata)
+    return open_raw_stream(channel, path, metadata)
 
 
 def why_untrusted(peer: PeerAddress) -> AuthenticationError | None:
@@ -109,8 +144,7 @@ def say_hello(
     channel: grpc.Channel,
     peer: PeerAddress,
     ours: node_pb2.Identity,
-    metadata: tuple[tuple[str, str], ...],
-    timeout: float = _HELLO_SECONDS,
+    timeout: float = HELLO_SECONDS,
 ) -> node_pb2.HelloReply:
     """The handshake. Raises our error for whatever goes wrong.
 
@@ -118,7 +152,7 @@ def say_hello(
     """
     try:
         reply: node_pb2.HelloReply = Stub(channel, NODE_SERVICE).hello(
-            node_pb2.HelloRequest(identity=ours), timeout=timeout, metadata=metadata
+            node_pb2.HelloRequest(identity=ours), timeout=timeout
         )
     except grpc.RpcError as error:
         raise from_rpc(error, str(peer)) from None
@@ -157,7 +191,6 @@ def _seen(peers: Iterable[PeerAddress]) -> str:
 def wait_for_peers(
     peers: Iterable[PeerAddress],
     ours: node_pb2.Identity,
-    metadata: tuple[tuple[str, str], ...],
     *,
     timeout: float,
     stop: threading.Event | None = None,
@@ -170,7 +203,7 @@ def wait_for_peers(
     naming the missing and what was seen of each, when `timeout` seconds have passed or `stop` is set; a refusal
     (token, certificate, version, another role) is raised at once: waiting does not mend it.
     """
-    missing = {peer: open_channel(peer.address, peer.tls) for peer in peers}
+    missing = {peer: open_peer_channel(peer) for peer in peers}
     total = len(missing)
     stop = stop or threading.Event()
     began = time.monotonic()
@@ -182,7 +215,7 @@ def wait_for_peers(
     def greet(peer: PeerAddress) -> bool:
         left = began + timeout - time.monotonic()
         try:
-            say_hello(missing[peer], peer, ours, metadata, min(_HELLO_SECONDS, max(left, 0.5)))
+            say_hello(missing[peer], peer, ours, min(HELLO_SECONDS, max(left, 0.5)))
         except UnavailableError:
             if untrusted := why_untrusted(peer):
                 raise untrusted from None
@@ -209,7 +242,7 @@ def wait_for_peers(
 
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(UnavailableError),
-        wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
+        wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.25),
         stop=tenacity.stop_after_delay(timeout) | tenacity.stop_when_event_set(stop),
         sleep=tenacity.sleep_using_event(stop),
     )

@@ -18,9 +18,12 @@ from pscluster.core.errors import FunctionCancelled
 class FunctionContext:
     """What a library call needs to know of the function it runs in."""
 
-    def __init__(self, *, function: int, attempt: int, worker_index: int, num_workers: int, key: int = 0) -> None:
+    def __init__(
+        self, *, function: int, attempt: int, worker_index: int, num_workers: int, key: int = 0, term: int = 0
+    ) -> None:
         self.function = function
         self.key = key
+        self.term = term
         self.attempt = attempt
         self.worker_index = worker_index
         self.num_workers = num_workers
@@ -33,6 +36,11 @@ class FunctionContext:
         with self._lock:
             self._updates[variable] += 1
             return self._updates[variable]
+
+    @property
+    def updated(self) -> bool:
+        """Has it asked for an update, which may have been applied?"""
+        return bool(self._updates)
 
     def cancel(self) -> None:
         """Ask the function to stop at its next library call."""

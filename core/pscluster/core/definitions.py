@@ -347,6 +347,7 @@ def record_resolver(definition: Callable[[str], Any] | None = None, *, may_impor
             if not isinstance(found, type):
                 raise ProtocolError(f"{module}.{qualname} was defined as something that is no class")
             return found
+        trust().check_name(module, qualname)
         if may_import:
             if module == MAIN:
                 return _class_of_script(qualname)

@@ -4,6 +4,9 @@ gRPC counts connections, but can't tell one that is used from one that only sits
 open by somebody without a token, would keep everybody else out. So, when half of the places are taken, connections on
 which no call was ever accepted are closed as soon as they are a second old. Whoever belongs here comes again by itself.
 
+Connections whose calls are refused again and again are closed, too: `security.refusals` says when. What was refused is
+logged once a minute.
+
 Linux only: elsewhere descriptors can't be listed, and the count is all there is.
 """
 
@@ -15,11 +18,17 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
+
+from pscluster.core.security.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
+
+_CLOSE_SECONDS = 0.1
+"""Between looks while calls are held: to find a socket all descriptors are listed."""
 
 _LOOKS_TO_FORGET = 10
 """So often, where there is no crowd, those who have left are forgotten."""
@@ -43,26 +52,62 @@ class Doorkeeper:
         self._closed = 0
         self._looks = 0
         self._over = threading.Event()
+        self._refused = threading.Event()  # a call is held: connections may have to be closed soon
+        self._lists_descriptors = os.path.isdir(_DESCRIPTORS)
+        self.refusals = Refusals(self._lists_descriptors, time.monotonic())
 
     def start(self) -> None:
         """Look now and then, until `stop`."""
-        if os.path.isdir(_DESCRIPTORS):
-            threading.Thread(target=self._watch, name="doorkeeper", daemon=True).start()
+        threading.Thread(target=self._watch, name="doorkeeper", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Look no more. Connections with held calls are closed: nobody waits for those to end."""
         self._over.set()
+        self._refused.set()
+        self._shut(self.refusals.close())
 
     def greet(self, peer: str) -> None:
         """A call of this peer, as gRPC names it, was accepted."""
         self._known.add(peer)
+        if self.refusals.pending:
+            self.refusals.accepted(peer)
+
+    def refused(self, peer: str, *, unknown_session: bool = False) -> bool:
+        """A call of this peer was refused; is it to be answered? Else its connection is closed soon."""
+        answered = self.refusals.refused(peer, time.monotonic(), unknown_session=unknown_session)
+        if not answered:
+            self._known.discard(peer)
+            self._refused.set()
+        return answered
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        next_look = time.monotonic() + LOOK_SECONDS
+        while not self._over.is_set():
+            if self._refused.wait(max(0.0, next_look - time.monotonic())):
+                self._over.wait(_CLOSE_SECONDS)
+                self._refused.clear()
             try:
-                self.look()
+                self._shut(self.refusals.due(time.monotonic()))
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + LOOK_SECONDS
+                    if report := self.refusals.report(time.monotonic()):
+                        logger.warning("%s", report)
+                    if self._lists_descriptors:
+                        self.look()
             except Exception:
                 logger.exception("connections could not be looked at")
+
+    def _shut(self, peers: set[str]) -> None:
+        """Close these connections."""
+        if not peers:
+            return
+        present = set[str]()
+        for peer, connection in self._connections():
+            present.add(peer)
+            if peer in peers:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self.refusals.forget_absent(present)
 
     def look(self) -> int:
         """Close strangers that were here at the last look, if there are many connections. How many were closed."""

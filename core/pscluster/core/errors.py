@@ -34,6 +34,8 @@ from typing import Any
 
 import grpc
 
+from pscluster.core.shown import shown
+
 
 class PsClusterError(Exception):
     """Base of all errors that pscluster raises of its own accord."""
@@ -140,12 +142,14 @@ class FunctionError(PsClusterError):
         worker: index of the worker it ran on, or None if it never ran there to its end.
         attempts: how often it was started, this time included.
         remote_traceback: the traceback on the worker, as text.
+        partly_applied: some of its updates may have been applied. They stay.
     """
 
     function: str = ""
     worker: int | None = None
     attempts: int = 0
     remote_traceback: str = ""
+    partly_applied: bool = False
     summary: str = ""
 
     def __str__(self) -> str:
@@ -199,12 +203,12 @@ def kind_of(error: PsClusterError) -> tuple[str, grpc.StatusCode]:
 
 def from_kind(kind: str, message: str) -> PsClusterError:
     """The error that a peer named. An unknown kind, of a newer peer, is a plain refusal."""
-    return _BY_KIND.get(kind, RefusedError)(message)
+    return _BY_KIND.get(kind, RefusedError)(shown(message, lines=True))
 
 
 def from_rpc(error: grpc.RpcError, peer: str) -> PsClusterError:
     """Our error for a failed call to `peer` (a phrase such as "ps 0 at 127.0.0.1:2222")."""
-    code, details = error.code(), error.details() or ""
+    code, details = error.code(), shown(error.details() or "", lines=True)
     trailing: Any = error.trailing_metadata()
     for key, value in trailing or ():
         if key == KIND_METADATA:

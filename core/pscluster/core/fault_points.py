@@ -29,6 +29,7 @@ POINTS: dict[str, str] = {
     "ps.update.after": "the values of a shard are changed, and the ledger knows nothing of it",
     "ps.ledger.after": "the ledger has the update's key; other shards of the request have theirs still to come",
     "ps.log.before": "the update is applied and remembered, and not in the log",
+    "ps.log.written": "records are in the log, and its mark does not say so",
     "ps.log.after": "its record is in the log, and nobody was told",
     "ps.acknowledge.before": "all that is promised of the update is done, and the answer is not sent",
     "ps.answer.after": "an answer was given to the session's stream",

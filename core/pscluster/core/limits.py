@@ -10,16 +10,17 @@ import contextlib
 import resource
 
 from pscluster.core.errors import ProtocolError
+from pscluster.core.shown import shown
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Of one message. Nothing we send comes near it; what is larger goes in frames."""
 
-MAX_HEADER_BYTES = 4 << 20
+MAX_HEADER_BYTES = 1 << 20
 """Of what stands before a frame's payload. Parsed, small fields take up to forty times as much memory."""
 
 MAX_CONTROL_BYTES = 16 << 20
 """Of a request that is not a frame, but for those that bring arguments of functions. The largest names all tensors of a
-server's part of a checkpoint: some eighty thousand."""
+server's part of a checkpoint, some eighty thousand: it comes in frames itself."""
 
 MAX_RANK = 64
 """Axes of an array: NumPy's own limit."""
@@ -30,10 +31,10 @@ MAX_NAME = 1024
 MAX_PICKLE_BYTES = 1 << 30
 """Of a function or class by value."""
 
-MAX_ROWS_BYTES = 1 << 30
-"""Of rows by number in one read, where the variable has less: the same row may be asked for again and again."""
+MAX_ROWS_BYTES = 64 << 20
+"""Of rows by number in one item of a read: they are copied before they are sent. Clients divide what is larger."""
 
-MAX_COUNT = 1 << 17
+MAX_COUNT = 1 << 15
 """Of intervals of functions, and of arrays beside a message, in one request."""
 
 MAX_ERROR_BYTES = 2400
@@ -50,6 +51,11 @@ HANDSHAKE_SECONDS = 10.0
 
 MAX_CALL_BYTES = 64 << 10
 """Of what opens a call on the data plane: its method and its metadata."""
+
+MAX_METADATA = 64
+"""Pairs of metadata of a call on the data plane. Ours have fewer than ten."""
+
+_UNREAD_BYTES = 64 << 10
 
 _DESCRIPTORS = 10240
 """What every system allows a process to have."""
@@ -83,6 +89,10 @@ def data_connections() -> int:
 def server_options() -> tuple[tuple[str, int], ...]:
     """What gRPC bounds by itself, beside the size of messages, at this process' limit of descriptors."""
     return (
+        # Of a call of which nothing is asked for yet gRPC takes in so much, and no more: left to itself it comes to
+        # take 32 MiB of each. A message that is waited for has all of its room besides.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.max_allowed_incoming_connections", connections()),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_SECONDS * 1000)),
@@ -113,4 +123,4 @@ def shortened(text: str) -> str:
 
 def one_line(text: str) -> str:
     """What a peer says of itself, as it may stand in a log: short, and without line ends or colours."""
-    return "".join(each if each.isprintable() else "?" for each in text[:200])
+    return shown(text[:200])

@@ -94,7 +94,10 @@ class Role:
     kept_job = 0
 
     def admit(self, request: node_pb2.AttachRequest) -> None:
-        """A coordinator wants the role. Raises a refusal if it can't have it."""
+        """A coordinator wants the role. Raises a refusal if it can't have it, or asks for what makes no sense.
+
+        The last moment to refuse: nothing has changed yet, and whoever has the role keeps it.
+        """
 
     def job_began(self, request: node_pb2.AttachRequest) -> None:
         """A coordinator brought another job: drop what is left of the one before, unless it is of one lineage."""
@@ -206,8 +209,12 @@ class NodeService:
             number = self._attachment.number
             event = node_pb2.AttachEvent(kind=node_pb2.AttachEvent.ATTACHED, identity=self.identity)
             event.data_port, event.address = self.data_port, self.address
-            event.incarnation = self._role.attached(request)
-            self._role.account(event)
+            try:
+                event.incarnation = self._role.attached(request)
+                self._role.account(event)
+            except BaseException:
+                self._attachment.detach(number)  # who was not let in must not hold the role
+                raise
             self._streams.open.add(over)
             reach("node.attach.before")
             leaving = self._streams.leaving

@@ -38,7 +38,8 @@ class OpenHealth:
             if not self._places.acquire(blocking=False):
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {_PLACES} health checks without a token")
             try:
-                return check(requests, context)
+                with self._patience.with_call(context):
+                    return check(requests, context)
             finally:
                 self._places.release()
 

@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from pscluster.core.errors import MisuseError
+from pscluster.core.nameable import EVERYWHERE, MODULES, ON_WORKERS
 from pscluster.core.scripts import UnresolvedReference
 from pscluster.core.sources import digest_of, in_library, source_of
 from pscluster.core.trust import trust
@@ -43,6 +44,8 @@ def import_object(name: str, imported: AbstractSet[str]) -> types.ModuleType:
     """
     if not trust().pickles and not (name in imported and _is_installed(name)):
         _check_may_name(name)
+        if name.partition(".")[0] == "pscluster" and name not in MODULES:
+            raise _not_ours(name)
     return importlib.import_module(name)
 
 
@@ -57,7 +60,17 @@ def _compare(name: str, path: Path | None, digest: str) -> None:
         raise UnresolvedReference(f"module {name} is another version here, at {path}")
 
 
+def _not_ours(name: str) -> MisuseError:
+    return MisuseError(
+        f"what is in {name[:200]} is not for peers to name, as pickles are off here: use it in a function of your own"
+    )
+
+
 def _check_may_name(name: str) -> None:
+    if name.partition(".")[0] == "pscluster":
+        if name not in MODULES and name not in EVERYWHERE and not (trust().is_worker and name in ON_WORKERS):
+            raise _not_ours(name)
+        return
     if _is_installed(name):
         trust().check_module(name)
         return

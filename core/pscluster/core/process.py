@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import click
 
 from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.shown import shown, shown_json
 
 
 def tune_allocator() -> None:
@@ -90,8 +90,11 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         # What others have named must not look like a line of ours.
-        record.message = " | ".join(record.message.splitlines())
+        record.message = shown(" | ".join(record.message.splitlines()))
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802  (logging's name)
+        return shown(super().formatException(ei), lines=True)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -113,7 +116,7 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return shown_json(line)
 
 
 def main_of(command: click.Command) -> None:
@@ -133,5 +136,5 @@ def main_of(command: click.Command) -> None:
 
 def complain(error: Exception, code: int) -> int:
     """Show an error in one line; the exit code, as given."""
-    print(f"pscluster: {error}", file=sys.stderr)
+    print(f"pscluster: {shown(' | '.join(str(error).splitlines()))}", file=sys.stderr)
     return code

@@ -157,7 +157,7 @@ def generic_handler(
 class Stub:
     """Callables for the methods of a service on a channel (of either kind), by their name in snake case."""
 
-    def __init__(self, channel: grpc.Channel | grpc.aio.Channel, service: ServiceDescriptor) -> None:
+    def __init__(self, channel: Any, service: ServiceDescriptor) -> None:
         for method in methods(service):
             call = getattr(channel, method.shape)(
                 method.path,

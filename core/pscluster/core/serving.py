@@ -30,17 +30,19 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pscluster.core import fault_points
 from pscluster.core.access import RoleInterceptor
+from pscluster.core.admission import Admission, AdmissionInterceptor
 from pscluster.core.channels import NODE_SERVICE, SERVER_OPTIONS
 from pscluster.core.cluster import Task, TFConfig, is_loopback, split_address
 from pscluster.core.data_plane.connection import supported
 from pscluster.core.data_plane.server import DataServer
 from pscluster.core.doorkeeper import Doorkeeper
 from pscluster.core.errors import ConfigurationError, PsClusterError
-from pscluster.core.limits import connections, raise_descriptor_limit, server_options
+from pscluster.core.limits import MAX_MESSAGE_BYTES, connections, raise_descriptor_limit, server_options
 from pscluster.core.node import NodeService, Role
 from pscluster.core.open_health import OPEN_HEALTH_VARIABLE, OpenHealth
 from pscluster.core.process import bind_log, configure_logging, log_options, tune_allocator
 from pscluster.core.rpc import Greet, generic_handler
+from pscluster.core.security.authenticator import AuthenticationInterceptor, Authenticator, NoTokenInterceptor, Refused
 from pscluster.core.telemetry import Telemetry
 from pscluster.core.telemetry.exposition import MetricsServer
 from pscluster.core.tls import (
@@ -53,8 +55,9 @@ from pscluster.core.tls import (
     Tls,
     is_set,
     load_tls,
+    token_for,
 )
-from pscluster.core.tokens import TokenInterceptor, create_token_file, load_token
+from pscluster.core.tokens import create_token_file, hide_token, load_token
 from pscluster.core.trust import add_pickle_options, asked_for, find_modules, settle, trust, trust_of
 from pscluster.core.web import CertificateFiles, check_place
 from pscluster.v1 import node_pb2
@@ -87,6 +90,7 @@ class RoleOptions:
     data_port: int | None = 0  # None: there is no data plane
     allow_pickle: bool | None = None
     functions_from: tuple[str, ...] = ()
+    data_from: tuple[str, ...] = ()
     log_format: str = "text"
     dashboard: bool = False
     dashboard_address: str | None = None
@@ -180,13 +184,25 @@ def create_tls_folder(folder: Path | None) -> None:
     make_certificates(path, by_role=hosts_of(TFConfig.from_environ().cluster))
 
 
-def settle_trust(address: str, options: RoleOptions) -> None:
+def with_user_token(options: RoleOptions, addresses: Iterable[str]) -> RoleOptions:
+    """The options of a process that was given no token: with that of its user, if all of these are on loopback."""
+    token = token_for(options.token, addresses, options.tls, insecure=options.insecure, create=True)
+    return replace(options, token=token)
+
+
+def settle_trust(address: str, options: RoleOptions, *, is_worker: bool = False) -> None:
     """Decide what this process takes from its peers. ConfigurationError if it was told nonsense."""
     exposed = ""
     known = options.token is not None or (options.tls is not None and options.tls.is_mutual)
-    if not known and not is_loopback(split_address(address)[0]):
+    if not known and not (options.insecure and is_loopback(split_address(address)[0])):
         exposed = f"this role listens on {address} without a token, where anybody could send one"
-    found = trust_of(asked_for(options.allow_pickle), exposed, options.functions_from)
+    found = trust_of(
+        asked_for(options.allow_pickle),
+        exposed,
+        options.functions_from,
+        data_from=options.data_from,
+        is_worker=is_worker,
+    )
     settle(found)
     if not found.pickles:
         find_modules(found)
@@ -275,6 +291,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             open_health=open_health or is_set(OPEN_HEALTH_VARIABLE),
             **mine,
         )
+        hide_token()
         command(*args, options=credentials, **options)
 
     result: Callable[..., None] = receive
@@ -324,7 +341,7 @@ def listen_address(own: str | None, options: RoleOptions) -> str:
         )
     if options.tls is None:
         raise ConfigurationError(
-            f"refusing to listen on {address} in plain text, where anybody on the way could read the cluster token: "
+            f"refusing to listen on {address} in plain text, where anybody on the way could read and change all: "
             f"give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), listen on "
             "127.0.0.1, or say --insecure"
         )
@@ -375,7 +392,8 @@ class RoleServer:
     """The gRPC server of a role: its own services, the node service and the standard health check.
 
     With `telemetry`, its figures are served, too. Its own services are served on a data plane besides, for those who
-    know it by its own address: where it listens, unless `own` says otherwise.
+    know it by its own address: where it listens, unless `own` says otherwise. `admission` bounds the messages that are
+    coming, and `data_message_bytes` one of them on the data plane.
     """
 
     def __init__(
@@ -388,6 +406,8 @@ class RoleServer:
         on_job_end: Callable[[], None] = lambda: None,
         telemetry: Telemetry | None = None,
         own: str = "",
+        admission: Admission | None = None,
+        data_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._serving = False
         self._metrics: MetricsServer | None = None
@@ -397,16 +417,35 @@ class RoleServer:
         # Where strangers may ask, who asks is not one of us for that.
         self._health = _Health((lambda _peer: None) if options.open_health else self._greet)
         interceptors: list[grpc.ServerInterceptor] = []
-        if options.token:
-            interceptors.append(TokenInterceptor(options.token, OpenHealth() if options.open_health else None))
+        self._authenticator = Authenticator(options.token, identity) if options.token else None
+        if self._authenticator is not None:
+            open_health = OpenHealth() if options.open_health else None
+            interceptors.append(AuthenticationInterceptor(self._authenticator, open_health, self._refused))
+        else:
+            interceptors.append(NoTokenInterceptor())
+        self._roles: RoleInterceptor | None = None
         if options.tls is not None and options.tls.is_mutual:
-            interceptors.append(RoleInterceptor())
+            self._roles = RoleInterceptor(tls=options.tls)
+            interceptors.append(self._roles)
+            self._roles.start()
+        gates = list(interceptors)
+        if admission is not None:
+            gates.append(AdmissionInterceptor(admission))  # strangers are refused before they are counted
         if (faults := fault_points.armed()) is not None:
-            interceptors.append(faults.interceptor())
+            for each in (interceptors, gates):  # last: what is lost is a request of the method's own
+                each.append(faults.interceptor())
+        largest = MAX_MESSAGE_BYTES if admission is None else admission.message_bytes
         self._server = grpc.server(
             ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc"),
-            interceptors=interceptors,
-            options=[*SERVER_OPTIONS, *server_options(), ("grpc.so_reuseport", int(options.share_port))],
+            interceptors=gates,
+            options=list(
+                {
+                    **dict(SERVER_OPTIONS),
+                    **dict(server_options()),
+                    "grpc.max_receive_message_length": largest,
+                    "grpc.so_reuseport": int(options.share_port),
+                }.items()
+            ),
         )
         for descriptor, servicer in ((NODE_SERVICE, self.node), *services.values()):
             self._server.add_generic_rpc_handlers((generic_handler(descriptor, servicer, self._greet),))
@@ -414,23 +453,40 @@ class RoleServer:
         self._names = ["", *(descriptor.full_name for descriptor, _ in services.values())]
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.port = _bind(self._server, address, options.tls)
-        if not is_loopback(split_address(address)[0]) and options.insecure:
-            if options.token is None and (options.tls is None or not options.tls.is_mutual):
-                logger.warning(
-                    "listening on %s without a token (--insecure): anybody who reaches it can run code here", address
-                )
-            elif options.tls is None:
-                logger.warning(
-                    "listening on %s in plain text (--insecure): anybody on the way can read the token", address
-                )
+        self._doorkeeper = Doorkeeper(self.port, connections())
+        if self._authenticator is not None:
+            self._authenticator.start()
+        local = is_loopback(split_address(address)[0])
+        if options.token is None and (options.tls is None or not options.tls.is_mutual):
+            logger.warning(
+                "listening on %s without a token%s: %s can %s",
+                address,
+                " (--insecure)" if options.insecure else "",
+                "any user of this machine" if local else "anybody who reaches it",
+                "run code here" if options.insecure else "read and change what is here, though not send code",
+            )
+        elif not local and options.insecure and options.tls is None:
+            logger.warning(
+                "listening on %s in plain text (--insecure): anybody on the way can read and change what travels",
+                address,
+            )
         if telemetry is not None:
             telemetry.ask_readiness(self._not_ready)
+            telemetry.ask_refusals(lambda: self._doorkeeper.refusals.total)
             self._metrics = serve_metrics(telemetry, options)
             self.node.metrics_address = self._metrics.address if self._metrics is not None else ""
-        self._doorkeeper = Doorkeeper(self.port, connections())
         self._data: DataServer | None = None
         if services and options.data_port is not None and options.tls is None and supported():
-            self._data = self._serve_data(address, options.data_port, services.values(), interceptors)
+            self._data = self._serve_data(
+                address,
+                options.data_port,
+                services.values(),
+                interceptors,
+                self._authenticator,
+                admission,
+                data_message_bytes,
+                self._refused,
+            )
             host, _ = split_address(address)
             self.node.data_port, self.node.address = self._data.port, own or f"{host}:{self.port}"
         self._server.start()
@@ -442,12 +498,26 @@ class RoleServer:
         port: int,
         services: Iterable[tuple[ServiceDescriptor, object]],
         interceptors: Sequence[grpc.ServerInterceptor],
+        authenticator: Authenticator | None,
+        admission: Admission | None,
+        message_bytes: int,
+        refused: Refused,
     ) -> DataServer:
         host, _ = split_address(address)
         handlers = [generic_handler(descriptor, servicer) for descriptor, servicer in services]
-        refusals = [gate.refusal for gate in interceptors if isinstance(gate, TokenInterceptor)]
+        # A connection is authenticated as a whole.
+        rest = [each for each in interceptors if not isinstance(each, AuthenticationInterceptor)]
         try:
-            server = DataServer(host, port, handlers, interceptors, refusals)
+            server = DataServer(
+                host,
+                port,
+                handlers,
+                rest,
+                authenticator,
+                admission=admission,
+                message_bytes=message_bytes,
+                refused=refused,
+            )
         except OSError as error:
             raise PsClusterError(
                 f"can't listen on port {port} of {host} for data: {error.strerror}; give another one with --data-port"
@@ -457,6 +527,9 @@ class RoleServer:
 
     def _greet(self, peer: str) -> None:
         self._doorkeeper.greet(peer)
+
+    def _refused(self, peer: str, *, unknown_session: bool = False) -> bool:
+        return self._doorkeeper.refused(peer, unknown_session=unknown_session)
 
     def _not_ready(self) -> str:
         return self.node.not_ready() if self._serving else "it waits for the tasks that it needs"
@@ -480,6 +553,9 @@ class RoleServer:
     def stop(self, grace: float) -> None:
         """Refuse new calls, give the running ones `grace` seconds, close."""
         self._doorkeeper.stop()
+        for watched in (self._authenticator, self._roles):
+            if watched is not None:
+                watched.stop()
         stopped = self._server.stop(grace)
         if self._data is not None:
             self._data.stop(grace)

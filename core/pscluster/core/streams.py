@@ -6,7 +6,7 @@ only: the threads that use it start the operations, and the one that receives wa
 the other, an exchange takes the client half the CPU, and 0.6 of the time; beside grpc.aio a third of the CPU.
 
 It is built of what that option is built of, which is not a public interface: `grpc._cython.cygrpc`. Where grpc is
-not as this module knows it, `open_stream` gives a `QueuedStream`, of public parts.
+not as this module knows it, `open_raw_stream` gives a `QueuedStream`, of public parts.
 
 One thread receives; any thread sends. What is sent while something is on its way waits its turn in memory: who sends
 much without an answer bounds it.
@@ -95,6 +95,14 @@ class QueuedStream:
         if not self._call.add_callback(self.end):
             self.end()  # it has ended already
 
+    def initial_metadata(self) -> Any:
+        """Wait for what the server sends before all else; nothing, if the stream ends without it."""
+        return self._call.initial_metadata() or ()
+
+    def end_of(self) -> StreamEndedError:
+        """Wait for the stream's end, and return it."""
+        return StreamEndedError(self._call.code(), self._call.details() or "", self._call.trailing_metadata() or ())
+
     def send(self, data: bytes) -> None:
         """Hand it to grpc's thread."""
         self._outbox.put(data)
@@ -128,7 +136,7 @@ class DirectStream:
         AttributeError, TypeError: grpc is not as this class knows it.
     """
 
-    def __init__(self, channel: grpc.Channel, path: str, metadata: Metadata) -> None:
+    def __init__(self, channel: Any, path: str, metadata: Metadata) -> None:
         operations = (
             (cygrpc.SendInitialMetadataOperation(metadata, 0),),
             (cygrpc.ReceiveStatusOnClientOperation(0),),
@@ -140,8 +148,8 @@ class DirectStream:
         self._outbox: deque[Any] = deque()  # operations behind the one that is on its way
         # Not the error itself: with its traceback it would hold this, and whatever those hold who wait for a reply.
         self._ended: tuple[grpc.StatusCode, str, Any] | None = None
-        inner: Any = channel
-        self._call = inner._channel.segregated_call(
+        self._initial: Any = None  # metadata, once it has come
+        self._call = channel._channel.segregated_call(
             cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS,
             path.encode(),
             None,
@@ -151,6 +159,18 @@ class DirectStream:
             tuple((batch, None) for batch in operations),
             None,
         )
+
+    def initial_metadata(self) -> Any:
+        """Wait for what the server sends before all else; nothing, if the stream ends without it."""
+        while self._initial is None and self._due:
+            self._next()
+        return self._initial or ()
+
+    def end_of(self) -> StreamEndedError:
+        """Wait for the stream's end, and return it; messages that come before it are lost."""
+        self._drain()
+        assert self._ended is not None
+        return StreamEndedError(*self._ended)
 
     def send(self, data: bytes) -> None:
         """Start to send, or let it wait until what is on its way is sent."""
@@ -178,9 +198,7 @@ class DirectStream:
                     message, waiting = operation.message(), False
         if message is not None:
             return message
-        self._drain()  # no message announces the end
-        assert self._ended is not None
-        raise StreamEndedError(*self._ended)
+        raise self.end_of()  # no message announces it
 
     def cancel(self) -> None:
         """The thread that waits sees the end."""
@@ -219,6 +237,8 @@ class DirectStream:
                 kind = operation.type()
                 if kind in (cygrpc.OperationType.send_message, cygrpc.OperationType.send_close_from_client):
                     self._sending = bool(self._outbox) and self._start(self._outbox.popleft())
+                elif kind == cygrpc.OperationType.receive_initial_metadata:
+                    self._initial = operation.initial_metadata() or ()
                 elif kind == cygrpc.OperationType.receive_status_on_client:
                     details = operation.details()
                     text = details.decode(errors="replace") if isinstance(details, bytes) else str(details or "")
@@ -231,7 +251,7 @@ class DirectStream:
 _direct = cygrpc is not None
 
 
-def open_stream(channel: grpc.Channel, path: str, metadata: Metadata) -> Stream:
+def open_raw_stream(channel: grpc.Channel, path: str, metadata: Metadata) -> DirectStream | QueuedStream:
     """A stream of raw bytes for a method by its path: a direct one where that is possible."""
     global _direct
     if _direct:

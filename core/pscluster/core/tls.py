@@ -2,6 +2,7 @@
 
     tls.crt, tls.key    the certificate, with the chain to its CA if there is one, and its key
     ca.crt              the CAs of those who are dialled and of those who call
+    revoked.txt         certificates and keys of callers that are refused all the same, if there are any: see revocation
 
 These are the names that Kubernetes gives them, and `pscluster certs` makes such a folder for each role. Where there is
 a `ca.crt`, whoever calls has to show a certificate, too (mutual TLS), which names its role: `access` says what that
@@ -21,7 +22,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ import grpc
 
 from pscluster.core.cluster import is_loopback, split_address
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.tokens import LOOK_SECONDS, stamp
+from pscluster.core.security.revocation import REVOKED, parse_revoked
+from pscluster.core.tokens import LOOK_SECONDS, stamp, user_token
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class _Files:
     key: bytes | None
     authorities: bytes | None
     ends: datetime.datetime | None  # of the certificate
+    revoked: frozenset[str]
 
 
 class Tls:
@@ -80,6 +83,11 @@ class Tls:
     def is_mutual(self) -> bool:
         """Do callers have to show a certificate?"""
         return self._files.authorities is not None and not self._server_only
+
+    @property
+    def revoked(self) -> frozenset[str]:
+        """Of the certificates of callers those that are refused."""
+        return self._files.revoked
 
     def look_again(self) -> int:
         """Take up renewed files; the generation of those that count now."""
@@ -253,11 +261,31 @@ def is_set(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
     return value == "1"
 
 
+def token_for(
+    token: str | None, addresses: Iterable[str], tls: Tls | None, *, insecure: bool, create: bool
+) -> str | None:
+    """Return the token for these addresses: where none was given, and all are on loopback, the user's own.
+
+    Not where certificates say who may call, and not with --insecure.
+
+    Args:
+        create: make the user's token if there is none.
+
+    Raises:
+        ConfigurationError: that of the user is unusable.
+    """
+    if token is not None or insecure or (tls is not None and tls.is_mutual):
+        return token
+    if not all(is_loopback(split_address(address)[0]) for address in addresses):
+        return None
+    return user_token(create=create)
+
+
 def check_plain(peer: object, address: str, token: str | None, tls: Tls | None, *, insecure: bool) -> None:
-    """ConfigurationError if the token would be sent where it can be read on the way."""
+    """ConfigurationError if what is sent, under a token, could be read and changed on the way."""
     if token and tls is None and not insecure and not is_loopback(split_address(address)[0]):
         raise ConfigurationError(
-            f"refusing to send the cluster token to {peer} in plain text, where anybody on the way could read it: give "
+            f"refusing to talk to {peer} in plain text, where anybody on the way could read and change all: give "
             f"certificates with --tls DIR or {TLS_VARIABLE} ({_MEND}), or say --insecure or {INSECURE_VARIABLE}=1"
         )
 
@@ -272,7 +300,7 @@ def _now() -> datetime.datetime:
 
 def _stamps(folder: Path) -> list[object]:
     """Differ when a file was written anew."""
-    return [stamp(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES)]
+    return [stamp(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES, REVOKED)]
 
 
 def _read(folder: Path) -> _Files:
@@ -310,7 +338,9 @@ def _read(folder: Path) -> _Files:
         raise
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
         raise ConfigurationError(f"{where} can't be used: {error}; {_MEND}") from None
-    return _Files(certificate, key, authorities, ends)
+    listed = _bytes(folder / REVOKED)
+    revoked = parse_revoked((listed or b"").decode("ascii", "replace"), str(folder / REVOKED))
+    return _Files(certificate, key, authorities, ends, revoked)
 
 
 def _bytes(path: Path) -> bytes | None:

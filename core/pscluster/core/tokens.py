@@ -1,35 +1,37 @@
-"""The cluster token: a secret that every call must carry, where one is set.
+"""The cluster token: a secret that every caller must know, where one is set. It is proved, and never sent.
 
-Looked for in this order: the option, the file named by PSCLUSTER_TOKEN_FILE, the value of PSCLUSTER_TOKEN.
+Looked for in this order: the option, the file named by PSCLUSTER_TOKEN_FILE, the value of PSCLUSTER_TOKEN. Where there
+is none, and all is on loopback, that of the user: a file that the first role makes, and that no other user can read.
 
-A file may hold several, one a line: a role sends the first and accepts all, and looks at the file again while it runs.
+A file may hold several, one a line: a role proves the first and accepts all, and looks at the file again while it runs.
 So a token is changed without a stop of the job: the new one is added to every role's file, then put first and the roles
 started again one by one, then the old one is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hmac
 import logging
+import math
 import os
 import secrets
+import stat as modes
+import string
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import grpc
-
-from pscluster.core.errors import KIND_METADATA, AuthenticationError, ConfigurationError, kind_of
-from pscluster.core.open_health import PATH, OpenHealth
+from pscluster.core.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "PSCLUSTER_TOKEN"  # noqa: S105  (the variable's name, not a secret)  # nosec B105
 TOKEN_FILE_VARIABLE = "PSCLUSTER_TOKEN_FILE"  # noqa: S105  # nosec B105
-_HEADER = "authorization"
-_SCHEME = b"Bearer "
-_MIN_LENGTH = 16
+MIN_BITS = 128
+_MIN_DISTINCT = 8
 
 LOOK_SECONDS = 1.0
 """So often, at most, a token file is looked at again."""
@@ -61,44 +63,69 @@ def create_token_file(path: Path) -> None:
         ) from error
 
 
+def strength(token: str) -> float:
+    """Return how many bits a token of this form has at most, were its characters drawn at random.
+
+    Of what repeats only the first counts, and of few different characters no more than they are. It tells a random
+    token from a lazy one, not a random one from one that somebody made up.
+    """
+    unit = token[: (token + token).find(token, 1)] if token else ""
+    kinds = set(unit)
+    if kinds <= set(string.hexdigits[:16]):
+        alphabet = 16
+    else:
+        classes = (string.ascii_lowercase, string.ascii_uppercase, string.digits, string.punctuation + " ")
+        alphabet = sum(len(each) for each in classes if kinds & set(each))
+    if len(kinds) < _MIN_DISTINCT:
+        alphabet = len(kinds)
+    return len(unit) * math.log2(max(alphabet, 1))
+
+
 class Token(str):
-    """The token to send, and those to accept."""
+    """The token to prove, and those to accept."""
 
     __slots__ = ("_file", "_known", "_next_look", "_stamp")
 
-    _known: frozenset[bytes]
+    _known: frozenset[str]
     _file: Path | None
     _stamp: object
     _next_look: float
 
     @staticmethod
     def of(tokens: Sequence[str], file: Path | None = None) -> Token:
-        """The first is sent. The file they are from is looked at again."""
+        """The first is proved. The file they are from is looked at again."""
         token = Token(tokens[0])
-        token._known = frozenset(each.encode() for each in tokens)
+        token._known = frozenset(tokens)
         token._file, token._stamp = file, None if file is None else stamp(file)
         token._next_look = time.monotonic() + LOOK_SECONDS
         return token
 
     def accepts(self, given: bytes) -> bool:
         """Is this one of them? Compared in a time that does not tell how much of it is right."""
-        self._look_again()
-        return sum(hmac.compare_digest(given, known) for known in self._known) > 0  # all of them, whichever fits
+        self.look_again()
+        return sum(hmac.compare_digest(given, known.encode()) for known in self._known) > 0  # all, whichever fits
 
-    def _look_again(self) -> None:
+    @property
+    def accepted(self) -> frozenset[str]:
+        """Those that are accepted, as they were found last."""
+        return self._known
+
+    def look_again(self) -> bool:
+        """Take up a changed file, at most once in `LOOK_SECONDS`; has what is accepted changed?"""
         if self._file is None or time.monotonic() < self._next_look:
-            return
+            return False
         self._next_look = time.monotonic() + LOOK_SECONDS
         now = stamp(self._file)
         if now == self._stamp:
-            return
-        self._stamp = now
+            return False
+        self._stamp, before = now, self._known
         try:
             self._known = load_token(self._file)._known  # type: ignore[union-attr]  # a file that is named has one
         except ConfigurationError as error:
             logger.error("the tokens of before stay: %s", error)
         else:
             logger.info("%s was read again: it holds %d tokens", self._file, len(self._known))
+        return self._known != before
 
 
 def stamp(file: Path) -> object:
@@ -108,6 +135,28 @@ def stamp(file: Path) -> object:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+_hidden: list[str] = []  # the value of PSCLUSTER_TOKEN, once this process has taken it out of its environment
+
+
+def hide_token() -> None:
+    """Take PSCLUSTER_TOKEN out of this process' environment, for a role, whose user functions run in it.
+
+    They and the processes that they start do not inherit the token by accident; `load_token` goes on to find it. On
+    Linux what `/proc/PID/environ` shows is overwritten, too.
+    """
+    value = os.environ.get(TOKEN_VARIABLE)
+    if value is None:
+        return
+    _hidden[:] = [value]
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(AttributeError, OSError):
+            library = ctypes.CDLL(None)
+            library.getenv.restype = ctypes.c_void_p
+            if (place := library.getenv(os.fsencode(TOKEN_VARIABLE))) is not None:
+                ctypes.memset(place, 0, len(ctypes.string_at(place)))
+    del os.environ[TOKEN_VARIABLE]
 
 
 def load_token(token_file: Path | None, environ: Mapping[str, str] = os.environ) -> Token | None:
@@ -124,57 +173,85 @@ def load_token(token_file: Path | None, environ: Mapping[str, str] = os.environ)
             ) from error
     elif TOKEN_VARIABLE in environ:
         tokens, source = [environ[TOKEN_VARIABLE]], TOKEN_VARIABLE
+    elif environ is os.environ and _hidden:
+        tokens, source = _hidden, TOKEN_VARIABLE
     else:
         return None
     found = [token.strip() for token in tokens]
     found = [token for token in found if token] or [""]
     for token in found:
-        if len(token) < _MIN_LENGTH or not token.isascii() or not token.isprintable():
+        if not token.isascii() or not token.isprintable():
             raise ConfigurationError(
-                f"the cluster token in {source} has {len(token)} usable characters; it needs at least {_MIN_LENGTH} "
-                "printable ASCII ones: `pscluster token` makes one"
+                f"the cluster token in {source} is no printable ASCII text: `pscluster token` makes one"
             )
+        if (bits := strength(token)) < MIN_BITS:
+            raise ConfigurationError(
+                f"the cluster token in {source} can be guessed: its {len(token)} characters are worth {bits:.0f} bits "
+                f"at most, and it needs {MIN_BITS}; `pscluster token` makes one"
+            )
+    if token_file is not None:
+        _warn_of_readers(token_file)
     return Token.of(found, token_file)
 
 
-def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    """What a client adds to every call."""
-    return ((_HEADER, f"Bearer {token}"),) if token else ()
-
-
-class TokenInterceptor(grpc.ServerInterceptor):
-    """Refuses every call that does not carry a token that is accepted, but for health checks where they are open."""
-
-    def __init__(self, token: str, open_health: OpenHealth | None = None) -> None:
-        self._token = token if isinstance(token, Token) else Token.of([token])
-        self._open_health = open_health
-        error = AuthenticationError(
-            f"this cluster asks for a token: set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE} to the one its roles were "
-            "started with"
+def _warn_of_readers(file: Path) -> None:
+    """Say once a process that others could read the token."""
+    try:
+        found = file.stat()
+    except OSError:
+        return
+    if found.st_mode & (modes.S_IRWXG | modes.S_IRWXO) and file not in _warned:
+        _warned.add(file)
+        logger.warning(
+            "other users can read the token file %s (mode %04o): `chmod 600` it, and change the token if they may have",
+            file,
+            modes.S_IMODE(found.st_mode),
         )
-        kind, status = kind_of(error)
 
-        def refuse(_request: Any, context: grpc.ServicerContext) -> None:
-            context.set_trailing_metadata(((KIND_METADATA, kind),))
-            context.abort(status, str(error))
 
-        # Whatever the method: of a stream of requests nothing is read before it is asked for, and so of a stranger's
-        # call nothing but its head, and no thread waits for the rest. A status alone is an answer of every arity.
-        self.refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(refuse)
+_warned: set[Path] = set()
 
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
-        details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Let the call through, or answer it with UNAUTHENTICATED."""
-        given = b""
-        for key, value in details.invocation_metadata or ():
-            if key == _HEADER:
-                given = value if isinstance(value, bytes) else value.encode()
-        if given.startswith(_SCHEME) and self._token.accepts(given.removeprefix(_SCHEME)):
-            return continuation(details)
-        handler = continuation(details)
-        if handler is not None and self._open_health is not None and details.method == PATH:
-            return self._open_health.handler(handler)
-        return None if handler is None else self.refusal
+
+def user_token_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the user's own token is; None where the user has no home."""
+    if environ.get("XDG_CONFIG_HOME"):
+        return Path(environ["XDG_CONFIG_HOME"]) / "pscluster" / "token"
+    try:
+        return Path.home() / ".config" / "pscluster" / "token"
+    except RuntimeError:
+        return None
+
+
+def user_token(environ: Mapping[str, str] = os.environ, *, create: bool) -> Token | None:
+    """The user's own token, for roles on loopback that were given none.
+
+    Args:
+        create: make it if there is none.
+
+    Returns:
+        None where there is none; also, if it was to be made, where it can't be, which is logged.
+
+    Raises:
+        ConfigurationError: it is there, and unusable; or others could have read or changed it.
+    """
+    file = user_token_file(environ)
+    if file is None:
+        return None
+    if create and not file.exists():
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            create_token_file(file)
+        except (OSError, ConfigurationError) as error:
+            logger.warning("no token is used, as none can be kept for this user: %s", error)
+            return None
+        logger.info("made a token for the roles of this user: %s", file)
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    if found.st_uid != os.geteuid() or found.st_mode & (modes.S_IRWXG | modes.S_IRWXO):
+        raise ConfigurationError(
+            f"other users can read or change the token file {file} (mode {modes.S_IMODE(found.st_mode):04o}, owner "
+            f"{found.st_uid}): remove it, and the next role makes another"
+        )
+    return load_token(file, {})

@@ -5,7 +5,7 @@ A pickle is code: whoever may send one may run anything. So may, nearly, whoever
 in installed packages that were named to it; the library's own functions for workers and servers apart.
 
 Settled once, when the process starts, by its options and its environment. Without a word of it pickles are taken from
-peers that have shown a token, and on loopback.
+peers that have proved that they know the token.
 """
 
 from __future__ import annotations
@@ -19,22 +19,14 @@ from pathlib import Path
 import click
 
 from pscluster.core.errors import ConfigurationError, MisuseError
+from pscluster.core.nameable import is_nameable
 from pscluster.core.sources import in_library
 
 PICKLE_VARIABLE = "PSCLUSTER_ALLOW_PICKLE"
 FUNCTIONS_VARIABLE = "PSCLUSTER_FUNCTIONS_FROM"
+DATA_VARIABLE = "PSCLUSTER_DATA_FROM"
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-# Of the library what users' functions and datasets are sent with, and hold. Nothing here writes, or starts anything.
-_OURS = frozenset(
-    [
-        *(
-            f"pscluster.worker.{name}"
-            for name in ("datasets", "evaluation", "pipelines", "sources", "strategy", "training")
-        ),
-        *(f"pscluster.ps.{name}" for name in ("initializers", "losses", "metrics", "rules", "schedules", "variables")),
-    ]
-)
 _DEEPEST = 16  # folders of a script's path that are looked for in this role's own
 
 
@@ -47,12 +39,16 @@ class Trust:
         why: where they are not, the reason, and how to mend it: part of a sentence.
         folders: whose files may be run where pickles are off.
         packages: installed ones whose functions may be called where pickles are off.
+        data: folders whose files peers may have mapped where pickles are off; of a worker, see `is_worker`.
+        is_worker: workers run functions on datasets: they take names, and map files, that others don't.
     """
 
     pickles: bool = True
     why: str = ""
     folders: tuple[Path, ...] = ()
     packages: tuple[str, ...] = ()
+    data: tuple[Path, ...] = ()
+    is_worker: bool = False
 
     def check_pickle(self) -> None:
         """MisuseError where pickles are off. Called before one is looked at."""
@@ -60,14 +56,46 @@ class Trust:
             raise MisuseError(f"a function or object came by value, as a pickle, and {self.why}")
 
     def check_module(self, module: str) -> None:
-        """MisuseError if pickles are off, and peers may not name what is in this installed module."""
-        if self.pickles or module in _OURS:
+        """MisuseError if pickles are off, and peers may not name what is in this installed module.
+
+        What they may name of pscluster is told name by name: `check_name`.
+        """
+        if self.pickles or module.partition(".")[0] == "pscluster":
             return
         if not any(f"{module}.".startswith(f"{package}.") for package in self.packages):
             raise MisuseError(
                 f"what is in {module} is not for peers to name, as pickles are off here: use it in a function of your "
                 f"own, or start the roles with --functions-from {module.partition('.')[0]} (or {FUNCTIONS_VARIABLE})"
             )
+
+    def check_name(self, module: str, qualname: str) -> None:
+        """MisuseError if pickles are off, and this is pscluster's own and not for peers to name here."""
+        if self.pickles or module.partition(".")[0] != "pscluster":
+            return
+        if not is_nameable(module, qualname, on_worker=self.is_worker):
+            raise MisuseError(
+                f"{module[:200]}.{qualname[:200]} is not for peers to name here, as pickles are off: use it in a "
+                "function of your own"
+            )
+
+    def data_file(self, path: str) -> Path:
+        """The real path of a data file that a peer named. MisuseError if it is not for peers to have read here."""
+        if self.pickles:
+            return Path(path)
+        if not self.is_worker:
+            raise MisuseError(f"the data file {path[:1000]!r} was named, but only workers read data files for peers")
+        try:
+            real = Path(path).resolve(strict=True)
+        except (OSError, ValueError, RuntimeError) as error:  # no path at all; links that lead to themselves
+            raise MisuseError(f"the data file {path[:1000]!r} can't be read here: {error}") from None
+        folders = (*self.folders, *self.data)
+        if not any(real.is_relative_to(folder) for folder in folders):
+            places = ", ".join(map(str, folders)) or "none"
+            raise MisuseError(
+                f"the data file {path[:1000]!r} lies outside of the folders whose files peers may have read here, "
+                f"which are {places}: start the workers with --data-from and its folder (or {DATA_VARIABLE})"
+            )
+        return real
 
     def owns(self, file: Path) -> bool:
         """Is it one whose code peers may name? It lies in one of the folders, and is not installed."""
@@ -123,6 +151,9 @@ def trust_of(
     exposed: str = "",
     functions_from: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
+    *,
+    data_from: Sequence[str] = (),
+    is_worker: bool = False,
 ) -> Trust:
     """The trust of a role.
 
@@ -132,6 +163,8 @@ def trust_of(
         functions_from: folders and packages; default: as the environment says, else the current folder and those of
             PYTHONPATH.
         environ: the environment.
+        data_from: folders; default: as the environment says.
+        is_worker: see `Trust`.
 
     Raises:
         ConfigurationError: a folder that is not there, or what can be no package's name.
@@ -145,7 +178,8 @@ def trust_of(
         why = f"pickles are off here (--no-pickle, or {PICKLE_VARIABLE}=0)"
     pickles = asked if asked is not None else not exposed
     folders, packages = _split(functions_from or default_functions_from(environ))
-    return Trust(pickles, "" if pickles else why, folders, packages)
+    data = _folders(data_from or [each for each in environ.get(DATA_VARIABLE, "").split(os.pathsep) if each])
+    return Trust(pickles, "" if pickles else why, folders, packages, data, is_worker)
 
 
 def default_functions_from(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -178,6 +212,13 @@ def _split(entries: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     return tuple(folders), tuple(packages)
 
 
+def _folders(entries: Sequence[str]) -> tuple[Path, ...]:
+    for entry in entries:
+        if not os.path.isdir(entry):
+            raise ConfigurationError(f"--data-from (or {DATA_VARIABLE}) names {entry!r}, which is no folder here")
+    return tuple(Path(entry).resolve() for entry in entries)
+
+
 def find_modules(found: Trust) -> None:
     """Let Python import what is in the folders, behind all else."""
     sys.path.extend(str(folder) for folder in found.folders if str(folder) not in sys.path)
@@ -191,7 +232,7 @@ def add_pickle_options(command: Callable[..., None]) -> Callable[..., None]:
             "allow_pickle",
             default=None,
             help="Functions and objects by value: send and take them, or neither. Default: they are allowed between "
-            f"peers with a token, and on loopback. Or ${PICKLE_VARIABLE}=1 or 0.",
+            f"peers with a token. Or ${PICKLE_VARIABLE}=1 or 0.",
         ),
         click.option(
             "--functions-from",
@@ -199,6 +240,13 @@ def add_pickle_options(command: Callable[..., None]) -> Callable[..., None]:
             metavar="FOLDER|PACKAGE",
             help="Without pickles peers name functions: of files in this folder, or of this installed package; may be "
             f"repeated. Default: the current folder and those of PYTHONPATH. Or ${FUNCTIONS_VARIABLE}.",
+        ),
+        click.option(
+            "--data-from",
+            multiple=True,
+            metavar="FOLDER",
+            help="Without pickles workers map arrays of files in this folder and those of --functions-from, and no "
+            f"others; may be repeated. Or ${DATA_VARIABLE}.",
         ),
     ]
     for option in reversed(options):

@@ -170,7 +170,7 @@ class UpdateItem(_message.Message):
     def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
-    __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items", "key")
+    __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items", "key", "term")
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +178,7 @@ class UpdateRequest(_message.Message):
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     job: int
     incarnation: int
     function: int
@@ -185,7 +186,8 @@ class UpdateRequest(_message.Message):
     settled: int
     items: _containers.RepeatedCompositeFieldContainer[UpdateItem]
     key: int
-    def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ..., function: _Optional[int] = ..., sequence: _Optional[int] = ..., settled: _Optional[int] = ..., items: _Optional[_Iterable[_Union[UpdateItem, _Mapping]]] = ..., key: _Optional[int] = ...) -> None: ...
+    term: int
+    def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ..., function: _Optional[int] = ..., sequence: _Optional[int] = ..., settled: _Optional[int] = ..., items: _Optional[_Iterable[_Union[UpdateItem, _Mapping]]] = ..., key: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class UpdateReply(_message.Message):
     __slots__ = ("applied", "repeated_", "updates", "life")
@@ -208,11 +210,12 @@ class Refusal(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "read", "update", "create", "total_bytes", "last", "pad", "payload")
+    __slots__ = ("id", "read", "update", "create", "restore", "total_bytes", "last", "pad", "payload")
     ID_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     CREATE_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
@@ -221,11 +224,12 @@ class Request(_message.Message):
     read: ReadRequest
     update: UpdateRequest
     create: CreateRequest
+    restore: bool
     total_bytes: int
     last: bool
     pad: bytes
     payload: bytes
-    def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateRequest, _Mapping]] = ..., create: _Optional[_Union[CreateRequest, _Mapping]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateRequest, _Mapping]] = ..., create: _Optional[_Union[CreateRequest, _Mapping]] = ..., restore: bool = ..., total_bytes: _Optional[int] = ..., last: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("id", "read", "update", "refusal", "create", "total_bytes", "last", "again", "pad", "payload")
@@ -298,18 +302,32 @@ class DeleteReply(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("job", "all", "variables", "optimizers", "saved")
+    __slots__ = ("job", "all", "variables", "optimizers", "saved", "seen")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     job: int
     all: bool
     variables: _containers.RepeatedScalarFieldContainer[str]
     optimizers: _containers.RepeatedScalarFieldContainer[str]
     saved: bool
-    def __init__(self, job: _Optional[int] = ..., all: bool = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ..., saved: bool = ...) -> None: ...
+    seen: _containers.RepeatedCompositeFieldContainer[SeenUpdates]
+    def __init__(self, job: _Optional[int] = ..., all: bool = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ..., saved: bool = ..., seen: _Optional[_Iterable[_Union[SeenUpdates, _Mapping]]] = ...) -> None: ...
+
+class SeenUpdates(_message.Message):
+    __slots__ = ("variable", "shard", "updates", "life")
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    variable: int
+    shard: int
+    updates: int
+    life: int
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
     __slots__ = ("variables", "optimizers")
@@ -389,8 +407,16 @@ class CheckpointTensor(_message.Message):
     sha256: str
     def __init__(self, array: _Optional[str] = ..., tensor: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
+class NamedUpdates(_message.Message):
+    __slots__ = ("nth", "keys")
+    NTH_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    nth: _containers.RepeatedScalarFieldContainer[int]
+    keys: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, nth: _Optional[_Iterable[int]] = ..., keys: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class CheckpointShard(_message.Message):
-    __slots__ = ("variable", "shard", "updates", "steps", "tensors")
+    __slots__ = ("variable", "shard", "updates", "steps", "tensors", "named")
     class StepsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -403,12 +429,14 @@ class CheckpointShard(_message.Message):
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     updates: int
     steps: _containers.ScalarMap[str, int]
     tensors: _containers.RepeatedCompositeFieldContainer[CheckpointTensor]
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[str, int]] = ..., tensors: _Optional[_Iterable[_Union[CheckpointTensor, _Mapping]]] = ...) -> None: ...
+    named: _containers.RepeatedCompositeFieldContainer[NamedUpdates]
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[str, int]] = ..., tensors: _Optional[_Iterable[_Union[CheckpointTensor, _Mapping]]] = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ...) -> None: ...
 
 class CheckpointReply(_message.Message):
     __slots__ = ("shards", "header_sha256", "header_bytes", "bytes")
@@ -444,7 +472,7 @@ class RestoreArray(_message.Message):
     def __init__(self, array: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[RestoreSource, _Mapping]]] = ...) -> None: ...
 
 class RestoreShard(_message.Message):
-    __slots__ = ("variable", "shard", "steps", "arrays")
+    __slots__ = ("variable", "shard", "steps", "arrays", "named")
     class StepsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -456,27 +484,33 @@ class RestoreShard(_message.Message):
     SHARD_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ARRAYS_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     steps: _containers.ScalarMap[str, int]
     arrays: _containers.RepeatedCompositeFieldContainer[RestoreArray]
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., steps: _Optional[_Mapping[str, int]] = ..., arrays: _Optional[_Iterable[_Union[RestoreArray, _Mapping]]] = ...) -> None: ...
+    named: _containers.RepeatedCompositeFieldContainer[NamedUpdates]
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., steps: _Optional[_Mapping[str, int]] = ..., arrays: _Optional[_Iterable[_Union[RestoreArray, _Mapping]]] = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("job", "id", "directory", "shards", "commit", "drop")
+    __slots__ = ("job", "id", "directory", "shards", "commit", "drop", "term", "ahead")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     job: int
     id: int
     directory: str
     shards: _containers.RepeatedCompositeFieldContainer[RestoreShard]
     commit: bool
     drop: bool
-    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., directory: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[RestoreShard, _Mapping]]] = ..., commit: bool = ..., drop: bool = ...) -> None: ...
+    term: int
+    ahead: bool
+    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., directory: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[RestoreShard, _Mapping]]] = ..., commit: bool = ..., drop: bool = ..., term: _Optional[int] = ..., ahead: bool = ...) -> None: ...
 
 class RestoreReply(_message.Message):
     __slots__ = ()

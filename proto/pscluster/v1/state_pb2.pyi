@@ -82,25 +82,29 @@ class SavedClient(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class SavedLoss(_message.Message):
-    __slots__ = ("variable", "shard", "updates")
+    __slots__ = ("variable", "shard", "updates", "since")
     VARIABLE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     updates: int
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ...) -> None: ...
+    since: int
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class SavedLosses(_message.Message):
-    __slots__ = ("holding", "lost")
+    __slots__ = ("holding", "lost", "life")
     HOLDING_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
     holding: int
     lost: _containers.RepeatedCompositeFieldContainer[SavedLoss]
-    def __init__(self, holding: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[SavedLoss, _Mapping]]] = ...) -> None: ...
+    life: int
+    def __init__(self, holding: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[SavedLoss, _Mapping]]] = ..., life: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("server", "job", "holding", "generation", "saved_at", "variables", "optimizers", "shards", "closed", "finished_starts", "finished_stops", "clients", "lineage", "epoch", "logged", "job_name", "lives")
+    __slots__ = ("server", "job", "holding", "generation", "saved_at", "variables", "optimizers", "shards", "closed", "finished_starts", "finished_stops", "clients", "lineage", "epoch", "logged", "job_name", "term", "lives")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     HOLDING_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +121,7 @@ class Manifest(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     LIVES_FIELD_NUMBER: _ClassVar[int]
     server: int
     job: int
@@ -134,8 +139,9 @@ class Manifest(_message.Message):
     epoch: int
     logged: bool
     job_name: str
+    term: int
     lives: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., holding: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., logged: bool = ..., job_name: _Optional[str] = ..., lives: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., holding: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., logged: bool = ..., job_name: _Optional[str] = ..., term: _Optional[int] = ..., lives: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LogRecord(_message.Message):
     __slots__ = ("update", "updates", "total_bytes", "last", "holding", "optimizers", "epoch", "pad", "payload")

@@ -58,7 +58,7 @@ class UploadReply(_message.Message):
     def __init__(self, unresolved: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("function", "definition", "attempt", "arguments", "want_result", "key", "parts", "skips")
+    __slots__ = ("function", "definition", "attempt", "arguments", "want_result", "key", "parts", "term", "skips")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     DEFINITION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class Step(_message.Message):
     WANT_RESULT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     SKIPS_FIELD_NUMBER: _ClassVar[int]
     function: int
     definition: str
@@ -74,8 +75,9 @@ class Step(_message.Message):
     want_result: bool
     key: int
     parts: _containers.RepeatedScalarFieldContainer[str]
+    term: int
     skips: bool
-    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ..., skips: bool = ...) -> None: ...
+    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ..., term: _Optional[int] = ..., skips: bool = ...) -> None: ...
 
 class StepsRequest(_message.Message):
     __slots__ = ("incarnation", "position", "steps")
@@ -102,7 +104,7 @@ class Failure(_message.Message):
     def __init__(self, module: _Optional[str] = ..., qualname: _Optional[str] = ..., message: _Optional[str] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., traceback: _Optional[str] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("function", "kind", "value", "failure", "attachments", "seconds", "waited", "skipped")
+    __slots__ = ("function", "kind", "value", "failure", "attachments", "seconds", "waited", "skipped", "updated")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Outcome.Kind]
@@ -123,6 +125,7 @@ class Outcome(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAITED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    UPDATED_FIELD_NUMBER: _ClassVar[int]
     function: int
     kind: Outcome.Kind
     value: _value_pb2.Value
@@ -131,7 +134,8 @@ class Outcome(_message.Message):
     seconds: float
     waited: float
     skipped: _containers.RepeatedCompositeFieldContainer[Skipped]
-    def __init__(self, function: _Optional[int] = ..., kind: _Optional[_Union[Outcome.Kind, str]] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., attachments: _Optional[_Union[Attachments, _Mapping]] = ..., seconds: _Optional[float] = ..., waited: _Optional[float] = ..., skipped: _Optional[_Iterable[_Union[Skipped, _Mapping]]] = ...) -> None: ...
+    updated: bool
+    def __init__(self, function: _Optional[int] = ..., kind: _Optional[_Union[Outcome.Kind, str]] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., attachments: _Optional[_Union[Attachments, _Mapping]] = ..., seconds: _Optional[float] = ..., waited: _Optional[float] = ..., skipped: _Optional[_Iterable[_Union[Skipped, _Mapping]]] = ..., updated: bool = ...) -> None: ...
 
 class Skipped(_message.Message):
     __slots__ = ("examples", "why", "part")

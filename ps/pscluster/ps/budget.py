@@ -39,10 +39,15 @@ class Budget:
 
     Args:
         limit: bytes.
+
+    Attributes:
+        used: bytes that are taken now.
+        on_taken: called when more are, for whoever makes use of what is left.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.on_taken: Callable[[], object] = lambda: None
         self._condition = threading.Condition()
         self._queue: deque[object] = deque()
         self.used = 0
@@ -77,6 +82,7 @@ class Budget:
                 self._queue.remove(place)
                 self._condition.notify_all()  # the next one may fit, too
         try:
+            self.on_taken()
             yield
         finally:
             with self._condition:

@@ -11,6 +11,7 @@ variables: that is an error at once, and names it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import threading
@@ -26,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import tenacity
 
-from pscluster.core.channels import PeerAddress, explain, wait_for_peers
+from pscluster.core.channels import HELLO_SECONDS, PeerAddress, explain, wait_for_peers
 from pscluster.core.context import FunctionContext, current_function
 from pscluster.core.definitions import split_off_bulk
 from pscluster.core.dtypes import dtype_named
@@ -40,7 +41,18 @@ from pscluster.core.errors import (
     is_retryable,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import Buffer, pack, padding, parts_of, pieces, unpack, view
+from pscluster.core.frames import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    Buffer,
+    pack,
+    padding,
+    parts_of,
+    pieces,
+    unpack,
+    view,
+)
+from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.rpc import Stub
 from pscluster.core.telemetry.recording import SESSION_HEADER, Asked
 from pscluster.ps.connections import Server, Session, new_session
@@ -49,7 +61,8 @@ from pscluster.ps.kept import Kept, Verdict, kept_bytes
 from pscluster.ps.landing import Landing
 from pscluster.ps.plans import Array, ReadPlan, WholeVariable, remember
 from pscluster.ps.store import partition_of
-from pscluster.ps.wire import COPY, SESSION_BYTES, part_name
+from pscluster.ps.watchdog import SilentError
+from pscluster.ps.wire import COPY, MAX_ITEMS, ROWS_IDS_BYTES, SESSION_BYTES, part_name
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 
 _SLOWEST_BYTES_PER_SECOND = 5 << 20  # a transfer slower than this has hung
@@ -137,7 +150,6 @@ class PsClient:
         self,
         peers: Sequence[PeerAddress],
         identity: node_pb2.Identity,
-        metadata: tuple[tuple[str, str], ...],
         *,
         job: int,
         incarnation: int,
@@ -148,9 +160,10 @@ class PsClient:
         self.job = job
         self.counts = counts or ClientCounts(len(peers))
         self.incarnation = incarnation
+        self.term = 0
+        """Of what is updated outside of functions; see UpdateRequest."""
         self._identity = identity
-        self._metadata = metadata
-        self._servers = [Server(peer, identity, metadata) for peer in peers]
+        self._servers = [Server(peer, identity, retry_seconds) for peer in peers]
         self._retry_seconds = retry_seconds
         self._timeout = request_timeout
         self._sequences = _Sequences()
@@ -176,7 +189,7 @@ class PsClient:
     def connect(self, timeout: float, stop: threading.Event | None = None) -> None:
         """Shake hands with all servers, however late they start."""
         peers = [server.peer for server in self._servers]
-        wait_for_peers(peers, self._identity, self._metadata, timeout=timeout, stop=stop)
+        wait_for_peers(peers, self._identity, timeout=timeout, stop=stop)
 
     def introductions(self) -> list[node_pb2.HelloReply]:
         """What every server says of what it holds."""
@@ -214,14 +227,20 @@ class PsClient:
     # Exchanges
 
     def _retrying(self, server: Server, attempt: Callable[[], Any]) -> Any:
-        """Repeat what fails because the server can't be reached, until `retry_seconds` behind the first failure."""
+        """Repeat what fails because the server can't be reached, until `retry_seconds` behind the first failure.
+
+        Of one that has not answered: since it was heard of last.
+        """
         try:
             return self._once(server, attempt)
         except UnavailableError as error:
             if not _may_pass(error):
                 raise
-            # Patience counts from here, not from the beginning: the first attempt may have been a long transfer.
-            return self._retry(server, attempt, time.monotonic())
+            # Not from the beginning of the attempt: it may have been a long transfer.
+            silent = error.seconds if isinstance(error, SilentError) else 0.0
+            if silent and silent >= self._retry_seconds:
+                raise self._gone(server, error) from None
+            return self._retry(server, attempt, time.monotonic() - silent)
 
     def _once(self, server: Server, attempt: Callable[[], Any]) -> Any:
         try:
@@ -252,7 +271,9 @@ class PsClient:
     def _retry(self, server: Server, attempt: Callable[[], Any], failing_since: float) -> Any:
         def again() -> Any:
             self._begin()  # it may have been cancelled meanwhile
-            server.check_holding()  # where nobody serves any more, an attempt may take long to find out
+            # Where nobody serves any more, an attempt may take long to find out.
+            left = failing_since + self._retry_seconds - time.monotonic()
+            server.check_holding(min(HELLO_SECONDS, max(left, 1.0)))
             return self._once(server, attempt)
 
         try:
@@ -262,11 +283,13 @@ class PsClient:
                 stop=lambda _: time.monotonic() - failing_since >= self._retry_seconds,
             )(again)
         except tenacity.RetryError as error:
-            last = error.last_attempt.exception()
-            why = explain(server.peer.address, server.peer.tls)
-            raise PSUnavailableError(
-                f"{server.peer} can't be reached, tried for {self._retry_seconds:g} s: {why} ({last})"
-            ) from None
+            raise self._gone(server, error.last_attempt.exception()) from None
+
+    def _gone(self, server: Server, last: BaseException | None) -> PSUnavailableError:
+        why = explain(server.peer.address, server.peer.tls)
+        return PSUnavailableError(
+            f"{server.peer} can't be reached, tried for {self._retry_seconds:g} s: {why} ({last})"
+        )
 
     def _exchange(
         self,
@@ -279,8 +302,10 @@ class PsClient:
         begun: dict[int, Session] = {}
         try:
             for index, data in requests.items():
-                session = begun[index] = self._servers[index].take_session()
-                session.send(data, self._timeout)
+                with contextlib.suppress(grpc.RpcError, UnavailableError):  # it is tried again, with patience
+                    session = self._servers[index].take_session()
+                    begun[index] = session
+                    session.send(data, self._timeout)
         except BaseException:
             for session in begun.values():
                 session.close()  # a reply that nobody takes off must not meet the next request
@@ -289,7 +314,7 @@ class PsClient:
         failure: BaseException | None = None
         for index, data in requests.items():
             try:
-                self._finish_exchange(what, index, begun.pop(index), data, finish, function)
+                self._finish_exchange(what, index, begun.pop(index, None), data, finish, function)
             except BaseException as error:  # the other servers' replies must still be taken off their sessions
                 failure = failure or error
         if failure is not None:
@@ -299,13 +324,13 @@ class PsClient:
         self,
         what: str,
         index: int,
-        session: Session,
+        session: Session | None,
         request: Sequence[Buffer],
         finish: Callable[[int, ps_pb2.Reply, memoryview], None],
         function: FunctionContext | None,
     ) -> None:
-        server, begin = self._servers[index], session.begin
-        first: list[Session] = [session]
+        server, begin = self._servers[index], time.monotonic() if session is None else session.begin
+        first: list[Session] = [] if session is None else [session]
 
         def attempt() -> None:
             if first:
@@ -385,10 +410,10 @@ class PsClient:
             buffers = _padded(view(part.ids) for part in mine if part.ids is not None)
             answer = sum(part.size + padding(part.size) for part in mine)
             request.last, request.total_bytes = True, sum(map(len, buffers))
-            if answer <= SESSION_BYTES and request.total_bytes <= SESSION_BYTES:
+            if answer <= SESSION_BYTES and request.total_bytes <= SESSION_BYTES and len(mine) <= MAX_ITEMS:
                 small[index] = parts_of(request, buffers)
             else:
-                large[index] = self._pull(index, request, buffers, mine, function)
+                large[index] = self._pull(index, mine, function)
 
         def finish(index: int, reply: ps_pb2.Reply, payload: memoryview) -> None:
             _land(by_server[index], reply, payload)
@@ -479,8 +504,6 @@ class PsClient:
     def _pull(
         self,
         index: int,
-        request: ps_pb2.Request,
-        buffers: list[Buffer],
         parts: list[ReadPart],
         function: FunctionContext | None,
     ) -> Callable[[], None]:
@@ -490,12 +513,17 @@ class PsClient:
         whole = [part.land if isinstance(part.land, memoryview) else memoryview(bytearray(part.size)) for part in parts]
 
         def attempt() -> None:
-            landing, name, begin = Landing(ps_pb2.Reply, whole), new_session(), time.monotonic()
-            metadata, question = (*server.metadata, (SESSION_HEADER, name)), pack(request, buffers)
-            server.pull(question, metadata, timeout, landing.take)
-            if not landing.complete:
-                raise UnavailableError(f"the reply ended {landing.missing} bytes too early")
-            self._count("pull", index, (name, 1), begin, len(question), landing.received, function)
+            for pieces_read in _divided(parts, whole):
+                landing = Landing(ps_pb2.Reply, [piece.land for piece in pieces_read])
+                name, begin = new_session(), time.monotonic()
+                read = ps_pb2.ReadRequest(job=self.job, items=[piece.item for piece in pieces_read])
+                buffers = _padded(view(piece.ids) for piece in pieces_read if piece.ids is not None)
+                request = ps_pb2.Request(read=read, last=True, total_bytes=sum(map(len, buffers)))
+                metadata, question = ((SESSION_HEADER, name),), pack(request, buffers)
+                server.pull(question, metadata, timeout, landing.take)
+                if not landing.complete:
+                    raise UnavailableError(f"the reply ended {landing.missing} bytes too early")
+                self._count("pull", index, (name, 1), begin, len(question), landing.received, function)
             for part, values in zip(parts, whole, strict=True):
                 if not isinstance(part.land, memoryview):
                     part.land(values)
@@ -510,7 +538,9 @@ class PsClient:
         by_server: defaultdict[int, list[UpdatePart]] = defaultdict(list)
         for part in parts:
             by_server[part.server].append(part)
-        number, settled = (0, 0) if function is not None and function.function else self._sequences.take()
+        inside = function is not None and function.function
+        number, settled = (0, 0) if inside else self._sequences.take()
+        term = function.term if function is not None and inside else self.term  # one, however often it is sent
         small: dict[int, Sequence[Buffer]] = {}
         large: dict[int, Callable[[], object]] = {}
         try:
@@ -525,6 +555,7 @@ class PsClient:
                         key=function.key if function is not None else 0,
                         sequence=number,
                         settled=settled,
+                        term=term,
                         items=[part.item for part in mine],
                     )
                 )
@@ -592,7 +623,7 @@ class PsClient:
             name: of the request, for the record.
         """
         server = self._servers[index]
-        metadata = (*server.metadata, (SESSION_HEADER, name)) if name else server.metadata
+        metadata = ((SESSION_HEADER, name),) if name else ()
         total = sum(map(len, buffers))
         request.total_bytes, request.last = total, not total
         timeout += self._timeout + total / _SLOWEST_BYTES_PER_SECOND
@@ -612,6 +643,16 @@ class PsClient:
             return lambda: self._once(server, attempt)
         return lambda: self._retrying(server, attempt)
 
+    def tell_seen(self) -> None:
+        """Have the servers compare what they have with what this client was told of: they may have come back since."""
+        seen = [
+            ps_pb2.SeenUpdates(variable=variable, shard=shard, life=life, updates=updates)
+            for (variable, shard), (life, updates) in list(self._seen.items())
+        ]
+        if seen:
+            for server in self._servers:  # what another one holds changes nothing
+                self._describe(server, ps_pb2.DescribeRequest(job=self.job, seen=seen))
+
     def statuses(self) -> list[node_pb2.StatusReply]:
         """Every server's account of itself."""
         self._check_open()
@@ -619,9 +660,7 @@ class PsClient:
         for server in self._servers:
 
             def attempt(server: Server = server) -> node_pb2.StatusReply:
-                reply: node_pb2.StatusReply = server.node.status(
-                    node_pb2.StatusRequest(), metadata=server.metadata, timeout=self._timeout
-                )
+                reply: node_pb2.StatusReply = server.ask(server.node.status, node_pb2.StatusRequest(), self._timeout)
                 return reply
 
             found.append(self._retrying(server, attempt))
@@ -670,7 +709,13 @@ class PsClient:
         if patient:  # on the same channel: it may be waiting to dial again, long after the server is back
             self._describe(server, ps_pb2.DescribeRequest(job=self.job), server.bulk)
         try:
-            return getattr(server.bulk, method)(request, metadata=server.metadata, timeout=timeout)
+            if method == "restore" and request.ByteSize() > CHUNK_BYTES // 2:  # more than a message has
+                push = self._push(
+                    index, ps_pb2.Request(restore=True), [request.SerializeToString()], timeout, patient=False
+                )
+                push()
+                return ps_pb2.RestoreReply()
+            return server.ask(getattr(server.bulk, method), request, timeout)
         except grpc.RpcError as error:
             raise from_rpc(error, str(server.peer)) from None
 
@@ -811,13 +856,13 @@ class PsClient:
         )
         everywhere = True
         for server in self._servers:
-            delete = functools.partial(server.control.delete, request, metadata=server.metadata, timeout=self._timeout)
+            delete = functools.partial(server.ask, server.control.delete, request, self._timeout)
             if patient:
                 self._retrying(server, delete)
                 continue
             try:
                 few_times(delete)
-            except grpc.RpcError:
+            except (grpc.RpcError, UnavailableError):
                 everywhere = False
         return everywhere
 
@@ -842,11 +887,47 @@ class PsClient:
         describe = (stub or server.control).describe
 
         def attempt() -> ps_pb2.DescribeReply:
-            reply: ps_pb2.DescribeReply = describe(request, metadata=server.metadata, timeout=timeout or self._timeout)
+            reply: ps_pb2.DescribeReply = server.ask(describe, request, timeout or self._timeout)
             return reply
 
         result: ps_pb2.DescribeReply = self._retrying(server, attempt)
         return result
+
+
+class _Piece(NamedTuple):
+    """An item of one read, its row numbers, and where its values go."""
+
+    item: ps_pb2.ReadItem
+    ids: npt.NDArray[np.int64] | None
+    land: memoryview
+
+
+def _divided(parts: Sequence[ReadPart], whole: Sequence[memoryview]) -> Iterator[list[_Piece]]:
+    """The parts, in as many reads as it takes for none to ask for more than a server answers at once."""
+    group, ids_bytes = list[_Piece](), 0
+    for part, values in zip(parts, whole, strict=True):
+        for piece in _pieces_of(part, values):
+            size = 0 if piece.ids is None else piece.ids.nbytes + ALIGNMENT
+            if group and (len(group) == MAX_ITEMS or ids_bytes + size > ROWS_IDS_BYTES):
+                yield group
+                group, ids_bytes = [], 0
+            group.append(piece)
+            ids_bytes += size
+    if group:
+        yield group
+
+
+def _pieces_of(part: ReadPart, values: memoryview) -> Iterator[_Piece]:
+    if part.ids is None or not len(part.ids):
+        yield _Piece(part.item, part.ids, values)
+        return
+    row = part.size // len(part.ids)
+    most = max(min((ROWS_IDS_BYTES - ALIGNMENT) // part.ids.itemsize, MAX_ROWS_BYTES // max(row, 1)), 1)
+    for at in range(0, len(part.ids), most):
+        ids, item = part.ids[at : at + most], ps_pb2.ReadItem()
+        item.CopyFrom(part.item)
+        item.rows.ids = len(ids)
+        yield _Piece(item, ids, values[at * row : (at + len(ids)) * row])
 
 
 def _land(parts: Sequence[ReadPart], reply: ps_pb2.Reply, payload: memoryview) -> None:

@@ -9,64 +9,27 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import grpc
 from grpc.experimental import ChannelOptions
 
-from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_channel, say_hello
+from pscluster.core.channels import HELLO_SECONDS, NODE_SERVICE, PeerAddress, open_peer_channel, open_stream, say_hello
 from pscluster.core.data_plane.client import DataPort, DataStream
 from pscluster.core.data_plane.connection import Place
 from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, UnavailableError
-from pscluster.core.frames import CHUNK_BYTES, DATA_FRAME_BYTES, Buffer
+from pscluster.core.frames import CHUNK_BYTES, DATA_FRAME_BYTES, Buffer, pack, unpack
 from pscluster.core.identity import fresh_id
 from pscluster.core.rpc import Stub
-from pscluster.core.streams import Metadata, Stream, StreamEndedError, open_stream
+from pscluster.core.security.channel import OPEN_SECONDS, telling
+from pscluster.core.streams import Metadata, Stream, StreamEndedError
 from pscluster.core.telemetry.recording import SESSION_HEADER
+from pscluster.ps.watchdog import Exchange, Liveness, watchdog
 from pscluster.ps.wire import SERVICE
-from pscluster.v1 import node_pb2
+from pscluster.v1 import node_pb2, ps_pb2
 
 _SESSION, _PULL, _PUSH = (f"/{SERVICE.full_name}/{name}" for name in ("Session", "Pull", "Push"))
-
-
-class _Watched(Protocol):
-    """What may overstay."""
-
-    deadline: float
-
-    def give_up(self) -> None:
-        """End it, while the thread that uses it waits."""
-        ...
-
-
-class _Watchdog:
-    """Cancels exchanges that overstay: a read on a stream has no timeout of its own."""
-
-    def __init__(self) -> None:
-        self._watched: weakref.WeakSet[_Watched] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def watch(self, exchange: _Watched) -> None:
-        with self._lock:
-            self._watched.add(exchange)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="session-watchdog", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(0.5)
-            now = time.monotonic()
-            with self._lock:
-                late = [exchange for exchange in self._watched if exchange.deadline < now]
-            for exchange in late:
-                exchange.give_up()
-
-
-_watchdog = _Watchdog()
 
 
 def new_session() -> str:
@@ -77,93 +40,110 @@ def new_session() -> str:
 class Session:
     """One stream of request and reply in turn, used by one thread at a time."""
 
-    def __init__(self, stream: Stream, name: str = "", *, direct: bool = False) -> None:
+    def __init__(self, stream: Stream, liveness: Liveness, name: str = "", *, direct: bool = False) -> None:
         self._stream = stream
         self.name = name
         self.direct = direct  # on the data plane
         self.nth = 0  # of the request that was sent last
         self.begin = 0.0  # when it was
-        self.deadline = float("inf")
-        self._given_up = False
-        _watchdog.watch(self)
+        self._exchange = Exchange(liveness, stream.cancel)
+        watchdog.watch(self._exchange)
 
     def send(self, parts: Sequence[Buffer], timeout: float) -> None:
         self.nth += 1
         self.begin = time.monotonic()
-        self.deadline = self.begin + timeout
+        self._exchange.begin(timeout)
         if isinstance(self._stream, DataStream):
             self._stream.send_parts(parts)
-        else:
-            self._stream.send(b"".join(parts))
+            return
+        for frame in _frames(b"".join(parts)):
+            self._stream.send(frame)
 
     def receive(self) -> bytes:
         try:
             return self._stream.receive()
         except grpc.RpcError as error:
-            if self._given_up:
-                raise UnavailableError("no answer came in time") from None
+            self._exchange.check()
             if error.code() is grpc.StatusCode.OK:
                 raise UnavailableError("the session was ended by the server") from None
             raise
         finally:
-            self.deadline = float("inf")
-
-    def give_up(self) -> None:
-        """By the watchdog, while the thread that uses it waits."""
-        self._given_up = True
-        self._stream.cancel()
+            self._exchange.end()
 
     def close(self) -> None:
         """By the thread that uses it, or while none does."""
         self._stream.close()
 
 
+def _frames(request: bytes) -> Iterator[bytes]:
+    """The messages that a session's request is over gRPC: one, if it is not too large for that."""
+    if len(request) <= CHUNK_BYTES:
+        yield request
+        return
+    head, payload = unpack(request, ps_pb2.Request)
+    head.last = False
+    yield pack(head)
+    for at in range(0, len(payload), CHUNK_BYTES):
+        end = at + CHUNK_BYTES
+        yield pack(ps_pb2.Request(last=end >= len(payload)), [payload[at:end]])
+
+
 class _Transfer:
     """One large read or update on the data plane, by one thread."""
 
-    def __init__(self, stream: DataStream, timeout: float) -> None:
-        self.stream = stream
-        self.deadline = time.monotonic() + timeout
-        self._given_up = False
-        _watchdog.watch(self)
+    def __init__(self, stream: DataStream, exchange: Exchange) -> None:
+        self._stream, self._exchange = stream, exchange
+
+    def send(self, parts: Sequence[Buffer], *, last: bool = False) -> None:
+        """Send a message; the last one ends what is sent."""
+        self._stream.send_parts(parts, last=last)
+        self._exchange.progress()
+
+    def end(self) -> None:
+        """Nothing more is sent."""
+        self._stream.end()
 
     def replies(self, place: Place | None = None) -> Iterator[bytes]:
         """What the server answers, to the end of the call; nothing of what is put in its place."""
         while True:
             try:
-                data = self.stream.receive(place)
+                data = self._stream.receive(place)
             except StreamEndedError as error:
-                if self._given_up:
-                    raise UnavailableError("no answer came in time") from None
                 if error.code() is grpc.StatusCode.OK:
                     return
                 raise
+            self._exchange.progress()
             yield data
 
-    def give_up(self) -> None:
-        """By the watchdog."""
-        self._given_up = True
-        self.stream.cancel()
+
+def _result(call: Any, tell: Callable[[Any], None]) -> Any:
+    tell(call)
+    try:
+        return call.result()
+    except BaseException:
+        call.cancel()  # Ctrl-C: else the thread that sends would wait for ever, and the server for the rest
+        raise
 
 
 class Server:
     """One parameter server: its channels and idle sessions."""
 
-    def __init__(self, peer: PeerAddress, identity: node_pb2.Identity, metadata: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, peer: PeerAddress, identity: node_pb2.Identity, patience: float) -> None:
         self.peer = peer
+        self.liveness = Liveness(self._answers, patience)
         self.holding = 0  # the number of what it holds for the job; see AttachEvent
         self._identity = identity
-        self.metadata = metadata
         self._idle: list[Session] = []
         self._lock = threading.Lock()
-        self._data = DataPort(str(peer))
+        self._data = DataPort(str(peer), peer.token)
         self._greeted = self._closed = False
+        self._retired: Sequence[grpc.Channel] = ()  # with the certificate before this one
         self._open()
 
     def _open(self) -> None:
         self._generation = 0 if self.peer.tls is None else self.peer.tls.look_again()
-        self._control = open_channel(self.peer.address, self.peer.tls)
-        self._bulk = open_channel(self.peer.address, self.peer.tls, [(ChannelOptions.SingleThreadedUnaryStream, 1)])
+        self._control = open_peer_channel(self.peer)
+        self._bulk = open_peer_channel(self.peer, [(ChannelOptions.SingleThreadedUnaryStream, 1)])
         self.control = Stub(self._control, SERVICE)
         self.node = Stub(self._control, NODE_SERVICE)
         self.bulk = Stub(self._bulk, SERVICE)
@@ -183,11 +163,13 @@ class Server:
         if found is not None:
             return found
         name = new_session()
-        metadata = (*self.metadata, (SESSION_HEADER, name))
+        metadata = ((SESSION_HEADER, name),)
         stream = self._data.open(_SESSION, metadata) if direct else None
         if stream is not None:
-            return Session(stream, name, direct=True)
-        return Session(open_stream(self._control, _SESSION, metadata), name)
+            return Session(stream, self.liveness, name, direct=True)
+        with self._watched(OPEN_SECONDS):
+            opened = open_stream(self._control, _SESSION, metadata)
+        return Session(opened, self.liveness, name)
 
     def _has_data(self) -> bool:
         """Is there a data plane to be used? Asks the server, the first time."""
@@ -204,7 +186,8 @@ class Server:
             yield None
             return
         try:
-            yield _Transfer(stream, timeout)
+            with watchdog.call(self.liveness, stream.cancel, timeout) as exchange:
+                yield _Transfer(stream, exchange)
         finally:
             self._data.give_back(stream)
 
@@ -212,10 +195,14 @@ class Server:
         """A large read; the frames of the answer go to their place. grpc.RpcError, or ours, if something goes wrong."""
         with self._transfer(_PULL, metadata, timeout) as transfer:
             if transfer is None:
-                for data in self.bulk.pull(question, metadata=metadata, timeout=timeout):
-                    place(data, len(data))
+                with self._watched(timeout) as (exchange, tell):
+                    call = self.bulk.pull(question, metadata=metadata, timeout=timeout)
+                    tell(call)
+                    for data in call:
+                        exchange.progress()
+                        place(data, len(data))
                 return
-            transfer.stream.send_parts((question,), last=True)
+            transfer.send((question,), last=True)
             for _ in transfer.replies(place):
                 pass
 
@@ -223,20 +210,49 @@ class Server:
         """A large update, in frames of parts, with payloads of at most so many bytes: the answer. Raises as `pull`."""
         with self._transfer(_PUSH, metadata, timeout) as transfer:
             if transfer is None:
-                call = self.bulk.push.future(map(b"".join, frames(CHUNK_BYTES)), metadata=metadata, timeout=timeout)
-                try:
-                    data: bytes = call.result()
-                except BaseException:
-                    call.cancel()  # Ctrl-C: else the thread that sends would wait for ever, and the server for the rest
-                    raise
+                with self._watched(timeout) as (_, tell):
+                    call = self.bulk.push.future(map(b"".join, frames(CHUNK_BYTES)), metadata=metadata, timeout=timeout)
+                    data: bytes = _result(call, tell)
                 return data
             for parts in frames(DATA_FRAME_BYTES):
-                transfer.stream.send_parts(parts)
-            transfer.stream.end()
+                transfer.send(parts)
+            transfer.end()
             replies = list(transfer.replies())
         if len(replies) != 1:
             raise ProtocolError(f"{len(replies)} answers to one update")
         return replies[0]
+
+    def ask(self, method: Any, request: Any, timeout: float) -> Any:
+        """Call a method of a stub with one request. grpc.RpcError, or ours, if something goes wrong."""
+        with self._watched(timeout) as (_, tell):
+            if hasattr(method, "future"):
+                return _result(method.future(request, timeout=timeout), tell)
+            return method(request, timeout=timeout)  # authenticated: it tells by itself
+
+    @contextlib.contextmanager
+    def _watched(self, timeout: float) -> Iterator[tuple[Exchange, Callable[[Any], None]]]:
+        """Watch a call over gRPC, also while it is opened; gives the exchange, and what is to be told of the call."""
+        calls: list[Any] = []
+
+        def cancel() -> None:
+            for call in calls[-1:]:
+                call.cancel()
+
+        with watchdog.call(self.liveness, cancel, timeout) as exchange, telling(calls.append):
+            yield exchange, calls.append
+
+    def _answers(self, timeout: float) -> bool:
+        """Does anybody answer, on a connection of its own?"""
+        channel = open_peer_channel(self.peer)
+        try:
+            say_hello(channel, self.peer, self._identity, timeout)
+        except UnavailableError:
+            return False
+        except PsClusterError:
+            return True  # what is wrong, the call itself finds out
+        finally:
+            channel.close()
+        return True
 
     def give_back(self, session: Session) -> None:
         with self._lock:
@@ -245,20 +261,25 @@ class Server:
                 return
         session.close()
 
-    def hello(self) -> node_pb2.HelloReply:
+    def hello(self, timeout: float = HELLO_SECONDS) -> node_pb2.HelloReply:
         """The handshake. UnavailableError if nobody answers."""
         generation = 0 if self.peer.tls is None else self.peer.tls.look_again()  # reads files: not while others wait
+        over: Sequence[grpc.Channel] = ()
         with self._lock:
             if generation > self._generation:
-                self._open()  # with the renewed certificate; what is under way on the old channels ends there
-        reply = say_hello(self._control, self.peer, self._identity, self.metadata)
+                # What is under way on the old channels ends there: they are closed at the next renewal.
+                over, self._retired = self._retired, (self._control, self._bulk)
+                self._open()
+        for channel in over:
+            channel.close()
+        reply = say_hello(self._control, self.peer, self._identity, timeout)
         self._data.learn(self.peer, reply)
         self._greeted = True
         return reply
 
-    def check_holding(self) -> None:
+    def check_holding(self, timeout: float = HELLO_SECONDS) -> None:
         """PSUnavailableError if it no longer holds what it held. UnavailableError if nobody answers."""
-        theirs = self.hello()
+        theirs = self.hello(timeout)
         if self.holding and theirs.holding != self.holding:
             raise PSUnavailableError(
                 f"{self.peer} was restarted and has lost its variables, or works for another job: create them anew, or "
@@ -276,5 +297,5 @@ class Server:
         self._closed = True
         self.drop_sessions()
         self._data.close()
-        self._control.close()
-        self._bulk.close()
+        for channel in (*self._retired, self._control, self._bulk):
+            channel.close()

@@ -9,6 +9,9 @@ which begins anew with every coordinator. Facts that arrive, and what each allow
     settled(client, n)  the client has an answer to all before n: those keys go
     forget(keys)        nobody will run functions with these keys again
     close(incarnation)  the worker (or client) is gone: its updates are refused from now on
+    open_term(term)     a checkpoint takes the place of what there is: what was sent under an earlier term is refused,
+                        however late it comes, and with each shard that is restored goes what is remembered of it: what
+                        functions with a key had done to it when it was saved takes its place (`replace`)
 
 So memory holds the keys of functions in flight, a few intervals, and one number an incarnation.
 """
@@ -16,7 +19,7 @@ So memory holds the keys of functions in flight, a few intervals, and one number
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pscluster.core.errors import ProtocolError, StaleError
@@ -75,6 +78,7 @@ class Origin:
     function: int
     sequence: int
     key: int = 0
+    term: int = 0
 
 
 _Keys = dict[tuple[int, int], set[int]]
@@ -91,6 +95,7 @@ class Ledger:
     """The memory of applied updates of one job on one server."""
 
     def __init__(self) -> None:
+        self.term = 0
         self._closed: set[int] = set()
         self._finished = IntervalSet()
         self._functions: dict[int, _Keys] = {}
@@ -99,6 +104,8 @@ class Ledger:
 
     def admit(self, origin: Origin) -> None:
         """StaleError if nothing more is to be applied for this origin."""
+        if origin.term < self.term:
+            raise StaleError("a checkpoint was restored since this update was sent: it is not applied")
         if origin.incarnation in self._closed:
             raise StaleError("this worker was given up for dead and its functions went to others")
         if origin.function:
@@ -157,10 +164,31 @@ class Ledger:
         for key in keys:
             self._keyed.pop(key, None)
 
-    def forget_keys_of(self, variable: int, shard: int) -> None:
-        """The shard has other values: what functions with keys did to those before is to be done again."""
-        for keys in self._keyed.values():
-            keys.pop((variable, shard), None)
+    def open_term(self, term: int) -> None:
+        """Refuse from now on what was sent under an earlier one."""
+        self.term = max(self.term, term)
+
+    def replace(self, variable: int, shard: int, named: Mapping[int, Iterable[int]]) -> None:
+        """The shard has the values of a checkpoint: all that is remembered of it is what was when that was made.
+
+        Args:
+            variable: its number.
+            shard: its number.
+            named: by key of a function, which of its updates were applied.
+        """
+        place = variable, shard
+        requests = (keys for client in self._clients.values() for keys in client.keys.values())
+        for keys in (*self._functions.values(), *self._keyed.values(), *requests):
+            keys.pop(place, None)
+        for key in [key for key, keys in self._keyed.items() if not keys]:
+            del self._keyed[key]
+        for key, nths in named.items():
+            self._keyed.setdefault(key, {})[place] = set(nths)
+
+    def named(self, variable: int, shard: int) -> dict[int, frozenset[int]]:
+        """By key of a function, which of its updates of a shard were applied."""
+        place = variable, shard
+        return {key: frozenset(keys[place]) for key, keys in self._keyed.items() if place in keys}
 
     def forget_functions(self) -> None:
         """Their numbers begin anew: whoever worked under the old ones is refused elsewhere. Those with a key stay."""

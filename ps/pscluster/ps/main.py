@@ -25,6 +25,7 @@ from pscluster.core.serving import (
     run_role,
     settle_trust,
     tell_trust,
+    with_user_token,
 )
 from pscluster.ps.budget import DEFAULT_MIB
 from pscluster.ps.checkpoints.roots import Roots
@@ -40,7 +41,7 @@ from pscluster.ps.durable.keeper import (
 from pscluster.ps.durable.plan import Durability
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.telemetry import ServerTelemetry
-from pscluster.ps.wire import SERVICE
+from pscluster.ps.wire import DATA_MESSAGE_BYTES, SERVICE
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def serve_ps(
     """What `run_role` starts: a parameter server that listens on `address`, and that others know as `own`."""
 
     def serve(stop: StopRequest) -> Callable[[], None]:
-        settle_trust(address, options)
+        mine = with_user_token(options, [address])
+        settle_trust(address, mine)
         role = ParameterServerRole(index, Keeper(durability or DurabilityOptions()), Roots(checkpoint_roots))
         service = ParameterServerService(role, in_flight_mib << 20)
         server = RoleServer(
@@ -71,10 +73,12 @@ def serve_ps(
             role,
             {"ps": (SERVICE, service)},
             address,
-            options,
+            mine,
             on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
             telemetry=ServerTelemetry(role, service.budget),
             own=own,
+            admission=service.admission,
+            data_message_bytes=DATA_MESSAGE_BYTES,
         )
         server.ready()
         logger.info("parameter server %d serving on %s", index, address)

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pscluster.core.access import check_coordinator
+from pscluster.core.admission import Admission
 from pscluster.core.data_plane.context import DataContext
 from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.drain import Drain
-from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError, kind_of
+from pscluster.core.errors import (
+    InvalidUpdateError,
+    ProtocolError,
+    PsClusterError,
+    StaleError,
+    UnavailableError,
+    kind_of,
+)
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import CHUNK_BYTES, DATA_FRAME_BYTES, Assembler, Buffer, pack, parts_of, pieces, unpack
+from pscluster.core.frames import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    DATA_FRAME_BYTES,
+    Assembler,
+    Buffer,
+    pack,
+    padding,
+    parts_of,
+    pieces,
+    unpack,
+)
 from pscluster.core.identity import fresh_id
-from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count, shortened
+from pscluster.core.limits import MAX_CONTROL_BYTES, MAX_COUNT, MAX_PICKLE_BYTES, check_count, check_name, shortened
 from pscluster.core.node import Role
 from pscluster.core.patience import Patience
 from pscluster.core.telemetry.recording import SESSION_HEADER, Served
@@ -33,7 +55,7 @@ from pscluster.ps.payload import Payload, Staging
 from pscluster.ps.shard import Array, Snapshot
 from pscluster.ps.spares import Spares
 from pscluster.ps.store import Placed, Store
-from pscluster.ps.wire import COPY, SESSION_BYTES
+from pscluster.ps.wire import COPY, MESSAGE_BYTES, SESSION_BYTES
 from pscluster.v1 import node_pb2, ps_pb2
 
 WHOLE_PULL_BYTES = 16 << 20
@@ -48,6 +70,12 @@ OWN_SECONDS = 3.0
 """So long a server that comes back is kept for the coordinator that it had, which dials every quarter of a second."""
 
 _MAX_NAME = 64
+
+_COMING_BYTES = 48 << 20
+"""Messages that are still coming may take so much, and what large requests leave of their budget."""
+
+_LARGE_HEADER_BYTES = 64 << 10
+"""Requests with more to look at than this are looked at one at a time: others go on beside them."""
 
 _FRAME_BLOCKS = DATA_FRAME_BYTES // CHUNK_BYTES
 
@@ -140,9 +168,10 @@ class ParameterServerRole(Role):
         return self._origin.holding
 
     def account(self, event: node_pb2.AttachEvent) -> None:
-        """What was restored, once, and what can't be without help."""
+        """What was restored, once, what can't be without help, and the term."""
         event.restored, self._restored = self._restored, ""
         event.missing_rules.extend(self.store.held()[2])
+        event.term = self.store.term
 
     def introduce(self, reply: node_pb2.HelloReply) -> None:
         """What is held."""
@@ -223,6 +252,44 @@ def _name_of(context: grpc.ServicerContext) -> str:
     return names[0][:_MAX_NAME] if names else ""
 
 
+def _has_room(context: grpc.ServicerContext) -> None:
+    """The call has its memory for all that it brings."""
+    if isinstance(context, DataContext):
+        context.has_room = True
+
+
+def _check_amount(placed: Sequence[Placed], total: int, budget: int) -> None:
+    """InvalidUpdateError if an update brings more than large requests may have together, and than it changes.
+
+    One that names a shard again and again could bring any amount; so could one that names rows again and again.
+    """
+    if total <= budget:
+        return
+    shards = {id(part.shard): part.shard.array.nbytes for part in placed}
+    changes = sum(size + padding(size) for size in shards.values())
+    ids = sum(part.item.rows.ids * 8 + ALIGNMENT for part in placed)
+    if total > changes + min(ids, changes):
+        raise InvalidUpdateError(
+            f"an update of {total:,} bytes to shards of {changes:,}, the limit is {budget:,} (--in-flight-mib) or "
+            "what they have: send less at a time"
+        )
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    """Each once, in order. ProtocolError for one that is no name."""
+    found = list(dict.fromkeys(names))
+    for name in found:
+        check_name(name, "a name")
+    return found
+
+
+def _restore_request(data: memoryview) -> ps_pb2.RestoreRequest:
+    try:
+        return ps_pb2.RestoreRequest.FromString(bytes(data))
+    except DecodeError as error:
+        raise ProtocolError(f"not a RestoreRequest: {error}") from None
+
+
 def _memory_of(request: ps_pb2.ReadRequest, total: int) -> int:
     """What a pull of so many bytes may need: rows and boxes are copied before they are sent."""
     return min(total, WHOLE_PULL_BYTES) if all(item.rows.all for item in request.items) else total
@@ -238,6 +305,9 @@ class ParameterServerService:
         self._patience = patience or Patience(STILL_SECONDS)
         self._counts = role.counts
         self.budget = Budget(in_flight_bytes)
+        self.admission = Admission(lambda: _COMING_BYTES + self.budget.left, MESSAGE_BYTES)
+        self.budget.on_taken = self.admission.shrink
+        self._large = threading.Lock()
         self.spares = Spares()
         self._mixed = False  # have large updates of different kinds come?
         # It may be started again: whoever is refused tries again.
@@ -248,7 +318,7 @@ class ParameterServerService:
         name, counts, takes_parts = _name_of(context), self._counts, getattr(context, "takes_parts", False)
         for nth, data in enumerate(requests, 1):
             begin = time.monotonic()
-            what, parts = self._reply(data, context)
+            what, parts = self._reply(data, requests, context)
             end = time.monotonic()
             if what == "pull":
                 counts.pulls.add(end - begin)
@@ -263,13 +333,15 @@ class ParameterServerService:
             yield parts if takes_parts else b"".join(parts)
             reach("ps.answer.after")
 
-    def _reply(self, data: bytes, context: grpc.ServicerContext) -> tuple[str, list[Buffer]]:
-        """What it was, "pull", "push" or neither, and the answer, in parts."""
+    def _reply(self, data: bytes, more: Iterator[bytes], context: grpc.ServicerContext) -> tuple[str, list[Buffer]]:
+        """What it was, "pull", "push" or neither, and the answer, in parts. Of a request in frames, more are taken."""
         reply, buffers = ps_pb2.Reply(last=True), list[Buffer]()
         prepared = None if self._role.waiting else self._role.store.prepared(data)
         if prepared is None:
             request, payload = unpack(data, ps_pb2.Request)
             reply.id = request.id
+            if not request.last:
+                return self._reply_to_frames(request, payload, more, reply, context)
         try:
             if prepared is not None:
                 with self.drain:
@@ -279,10 +351,10 @@ class ParameterServerService:
                     prepared.times += 1
                     prepared.seconds += took
                     return "pull", answer
-            if not request.last or request.total_bytes != len(payload):
-                raise ProtocolError("a session's request has one frame, marked as the last")
-            with self.drain:
-                buffers = self._answer(request, payload, reply, context)
+            if request.total_bytes != len(payload):
+                raise ProtocolError(f"{len(payload)} bytes came where {request.total_bytes} were declared")
+            with self.drain, self._turn(data, payload):
+                buffers = self._answer(request, Payload([payload]), reply, context)
             if request.HasField("read") and not payload and not request.id:
                 self._role.store.prepare(data, request.read)
         except PsClusterError as error:
@@ -291,13 +363,56 @@ class ParameterServerService:
         reply.total_bytes = sum(len(buffer) for buffer in buffers)
         return _WORDS.get(reply.WhichOneof("body") or "", ""), parts_of(reply, buffers)
 
+    def _reply_to_frames(
+        self,
+        request: ps_pb2.Request,
+        payload: memoryview,
+        more: Iterator[bytes],
+        reply: ps_pb2.Reply,
+        context: grpc.ServicerContext,
+    ) -> tuple[str, list[Buffer]]:
+        """The same, for a request whose first frame this is."""
+        assembler, buffers = Assembler(SESSION_BYTES), list[Buffer]()
+        assembler.add(request, payload)
+        del payload
+        waiting = self.admission.enter(context, request.total_bytes)
+        try:
+            self._assemble(assembler, more, context)
+            with self.drain:
+                buffers = self._answer(request, Payload(assembler.chunks), reply, context)
+        except PsClusterError as error:
+            if not assembler.complete:  # what is left of it would be taken for the next request
+                raise
+            reply.refusal.kind, reply.refusal.message = kind_of(error)[0], shortened(str(error))
+            self._counts.refused += 1
+        finally:
+            self.admission.leave(waiting)
+        reply.total_bytes = sum(len(buffer) for buffer in buffers)
+        return _WORDS.get(reply.WhichOneof("body") or "", ""), parts_of(reply, buffers)
+
+    def _assemble(self, assembler: Assembler, frames: Iterator[bytes], context: grpc.ServicerContext) -> None:
+        """Take the rest of a request's frames. ProtocolError if they end too early."""
+        with self._patience.with_call(context) as goes_on:
+            while not assembler.complete:
+                data = next(frames, None)
+                if data is None:
+                    raise ProtocolError(_CUT_OFF)
+                request, payload = unpack(data, ps_pb2.Request)
+                assembler.add(request, payload)
+                if len(payload):
+                    goes_on()
+
+    def _turn(self, data: bytes, payload: memoryview) -> AbstractContextManager[object]:
+        """What to look at a request in: one of those with large headers at a time."""
+        return self._large if len(data) - len(payload) > _LARGE_HEADER_BYTES else contextlib.nullcontext()
+
     def _answer(
-        self, request: ps_pb2.Request, payload: memoryview, reply: ps_pb2.Reply, context: grpc.ServicerContext
+        self, request: ps_pb2.Request, chunks: Payload, reply: ps_pb2.Reply, context: grpc.ServicerContext
     ) -> list[Buffer]:
-        store, chunks = self._role.serving(), Payload([payload])
+        store = self._role.serving()
         body = request.WhichOneof("body")
         if body == "read":
-            size = store.reply_bytes(request.read, len(payload))
+            size = store.reply_bytes(request.read, request.total_bytes)
             if size > SESSION_BYTES:
                 raise ProtocolError(f"a read of {size} bytes on a session; above {SESSION_BYTES} it is a Pull")
             buffers = list(store.read(request.read, chunks))
@@ -329,7 +444,8 @@ class ParameterServerService:
         store = self._role.serving()
         if request.WhichOneof("body") != "read":
             raise ProtocolError("a Pull is a read")
-        total = store.reply_bytes(request.read, len(payload))
+        with self._turn(data, payload):
+            total = store.reply_bytes(request.read, len(payload))
         frames = _Frames(request.id, total)
         with (
             self.budget.taken(_memory_of(request.read, total), context),
@@ -381,14 +497,24 @@ class ParameterServerService:
         if data is None:
             raise ProtocolError(_CUT_OFF)
         first, payload = unpack(data, ps_pb2.Request)
-        if first.WhichOneof("body") == "update":
-            placed = store.check_update(first.update, first.total_bytes)
-        elif first.WhichOneof("body") == "create":
+        what = first.WhichOneof("body")
+        if what == "update":
+            with self._turn(data, payload):
+                placed = store.check_update(first.update, first.total_bytes)
+            _check_amount(placed, first.total_bytes, self.budget.limit)
+        elif what == "create":
             self._check_create(store, first, context)
+        elif what == "restore":
+            check_coordinator(context, "the restoring of checkpoints")
+            if first.total_bytes > MAX_CONTROL_BYTES:
+                raise ProtocolError(
+                    f"a request to restore of {first.total_bytes:,} bytes, the limit is {MAX_CONTROL_BYTES:,}"
+                )
         else:
-            raise ProtocolError("a Push is an update or a creation")
+            raise ProtocolError("a Push is an update, a creation or a request to restore")
         if self._may_stage(first.total_bytes, placed):
             with self.budget.taken(first.total_bytes, context):
+                _has_room(context)
                 # By a function of its own, of which nothing is left when others get the memory.
                 update, left = self._take_staged(store, first, payload, placed, frames, context)
                 self.spares.keep(left)
@@ -398,17 +524,16 @@ class ParameterServerService:
         assembler.add(first, payload)
         del data, payload
         with self.budget.taken(first.total_bytes, context):
+            _has_room(context)
             self._make_room()
-            with self._patience.with_call(context) as goes_on:
-                for data in frames:
-                    request, payload = unpack(data, ps_pb2.Request)
-                    assembler.add(request, payload)
-                    if len(payload):
-                        goes_on()
-            if not assembler.complete:
-                raise ProtocolError(_CUT_OFF)
+            self._assemble(assembler, frames, context)
+            if next(frames, None) is not None:
+                raise ProtocolError("a frame behind the last one")
             reply = ps_pb2.Reply(id=first.id, last=True)
-            if first.WhichOneof("body") == "update":
+            if what == "restore":
+                self.restore(_restore_request(Payload(assembler.chunks).joined()), context)
+                return "", 0, pack(reply)
+            if what == "update":
                 payload_once = Payload(assembler.chunks, once=not self._role.keeper.logs)
                 reply.update.CopyFrom(self._update(store, first, placed, payload_once))
                 return "push", first.total_bytes, pack(reply)
@@ -477,15 +602,27 @@ class ParameterServerService:
         reply.create.SetInParent()
         if request.HasField("rule") and len(payload.joined()):
             self._role.keeper.check_rule(request.optimizer.name)
+        known = request.HasField("optimizer") and store.has_optimizer(request.optimizer)
         try:
             reach("ps.create.before")
             store.create(request, payload)
             reach("ps.create.after")
             if request.initializer.name != COPY:  # no function runs while copies are made: see `describe`
-                self._role.keeper.save()
+                self._save(waits=known)
             reach("ps.create.saved")
         except UnresolvedReference as reason:
             reply.create.unresolved = str(reason) or "no reason given"
+
+    def _save(self, *, waits: bool) -> None:
+        """Return when it is on disk. Who changes what there is waits for a disk without room, as with an update."""
+        try:
+            self._role.keeper.save()
+        except UnavailableError:
+            raise
+        except PsClusterError as error:
+            if waits:
+                raise UnavailableError(str(error)) from None
+            raise
 
     @staticmethod
     def _check_create(store: Store, request: ps_pb2.Request, context: grpc.ServicerContext) -> None:
@@ -494,6 +631,8 @@ class ParameterServerService:
         if not create.HasField("optimizer") or create.HasField("rule") or not store.has_optimizer(create.optimizer):
             check_coordinator(context, "the creation of variables and of optimizers")
         expected = store.expected_bytes(request.create)
+        if create.HasField("optimizer") and not create.HasField("rule") and request.total_bytes:
+            raise ProtocolError(f"{request.total_bytes:,} bytes with an optimizer whose rule does not come with it")
         if expected is None and request.total_bytes > MAX_PICKLE_BYTES:
             raise ProtocolError(
                 f"a function or class of {request.total_bytes:,} bytes, the limit is {MAX_PICKLE_BYTES:,}: let it not "
@@ -513,13 +652,20 @@ class ParameterServerService:
         if request.saved:
             check_coordinator(context, "what writes to the disk")
         store = self._store_of(request.job)
+        variables, optimizers = _distinct(request.variables), _distinct(request.optimizers)
         if request.saved:
             self._role.keeper.save()
-        return store.describe(request.variables, request.optimizers, request.all)
+        if request.seen:
+            check_count(len(request.seen), MAX_COUNT, "shards of which updates were seen")
+            store.note_lost((each.variable, each.shard, each.life, each.updates) for each in request.seen)
+            self._role.keeper.write_losses()
+        return store.describe(variables, optimizers, request.all)
 
     def delete(self, request: ps_pb2.DeleteRequest, _context: grpc.ServicerContext) -> ps_pb2.DeleteReply:
         """Remove a variable, or all whose names begin with a prefix."""
         store = self._store_of(request.job)
+        check_name(request.name, "a variable's name")
+        check_name(request.prefix, "the beginning of variables' names")
         store.delete(request.name, request.id, request.prefix)
         reach("ps.delete.after")
         self._role.keeper.save()
@@ -543,6 +689,7 @@ class ParameterServerService:
         if len(request.starts) != len(request.stops):
             raise ProtocolError("intervals of functions need as many stops as starts")
         check_count(len(request.starts), MAX_COUNT, "intervals of functions")
+        check_count(len(request.keys), MAX_COUNT, "keys of functions")
         store.finish_functions(list(zip(request.starts, request.stops, strict=True)), request.keys)
         reach("ps.finish.after")
         return ps_pb2.FinishFunctionsReply()
@@ -575,8 +722,10 @@ class ParameterServerService:
         with self.drain:
             if request.drop:
                 self._role.parts.drop_staged(request.id)
+            elif request.ahead:
+                self._role.parts.name(request.id, request.shards)
             elif request.commit:
-                self._role.parts.commit(store, request.id)
+                self._role.parts.commit(store, request.id, request.term)
                 reach("ps.commit.after")
                 self._role.keeper.save()
                 reach("ps.commit.saved")

@@ -44,7 +44,7 @@ from pscluster.core.limits import MAX_RANK, MAX_ROWS_BYTES, check_name
 from pscluster.ps.birth import born, filler, no_handles
 from pscluster.ps.counts import StoreCounts, VariableCounts
 from pscluster.ps.ledger import Ledger, Origin
-from pscluster.ps.losses import Losses
+from pscluster.ps.losses import UNKNOWN, UNKNOWN_NAME, Losses
 from pscluster.ps.payload import Ids, Payload
 from pscluster.ps.plans import MAX_PLANS, MAX_REQUEST_BYTES, PreparedRead, remember
 from pscluster.ps.rules import (
@@ -134,6 +134,10 @@ class Placed:
 
 _GONE = 256
 """So many deletions of all names with a prefix are remembered: a late copy of a creation makes none of them again."""
+
+
+_AT_ONCE = 256
+"""So many intervals of functions are taken in under the lock, before others get it."""
 
 
 def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
@@ -366,29 +370,23 @@ class Store:
     ) -> ps_pb2.DescribeReply:
         """What the directory knows of these names. UnknownVariableError names the first unknown one."""
         reply = ps_pb2.DescribeReply()
-        with self._lock:
-            by_name = {held.spec.name: held for held in self._variables.values()}
-            rules = {held.spec.name: held.spec for held in self._optimizers.values()}
-            rules |= {spec.name: spec for spec in self._awaited.values()}
-            if everything:
-                variables, optimizers = list(by_name), list(rules)
-            for name in variables:
-                if name not in by_name:
-                    raise UnknownVariableError(f"there is no variable {name!r} in this job")
-                reply.variables.append(by_name[name].spec)
-            for name in optimizers:
-                if name not in rules:
-                    raise UnknownVariableError(f"there is no optimizer {name!r} in this job")
-                spec = reply.optimizers.add()
-                spec.CopyFrom(rules[name])
-                spec.iterations = max(
-                    (
-                        shard.steps.get(spec.id, 0)
-                        for held in self._variables.values()
-                        for shard in held.shards.values()
-                    ),
-                    default=0,
-                )
+        held_variables, held_optimizers, awaited = self.held()  # what is done with them is not done under the lock
+        by_name = {held.spec.name: held for held in held_variables}
+        rules = {held.spec.name: held.spec for held in held_optimizers}
+        rules |= {spec.name: spec for spec in awaited.values()}
+        if everything:
+            variables, optimizers = list(by_name), list(rules)
+        for name in variables:
+            if name not in by_name:
+                raise UnknownVariableError(f"there is no variable {name!r} in this job")
+            reply.variables.append(by_name[name].spec)
+        for name in optimizers:
+            if name not in rules:
+                raise UnknownVariableError(f"there is no optimizer {name!r} in this job")
+            spec = reply.optimizers.add()
+            spec.CopyFrom(rules[name])
+            shards = (shard for held in held_variables for shard in held.shards.values())
+            spec.iterations = max((shard.steps.get(spec.id, 0) for shard in shards), default=0)
         return reply
 
     # What is kept on disk
@@ -438,11 +436,22 @@ class Store:
         with self._lock:
             return self._ledger.remembered
 
+    @property
+    def term(self) -> int:
+        """What was sent under an earlier one is refused."""
+        return self._ledger.term
+
     def finish_functions(self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = ()) -> None:
         """These functions have ended, and those with these keys will not be run again."""
-        with self._lock:
-            self._ledger.finish(intervals)
-            self._ledger.forget(keys)
+        pieces = [intervals[at : at + _AT_ONCE] for at in range(0, len(intervals), _AT_ONCE)]
+        for piece in pieces:
+            with self._lock:
+                self._ledger.finish(piece)
+        left = list(keys)
+        while left:
+            with self._lock:
+                self._ledger.forget(left[:_AT_ONCE])
+            del left[:_AT_ONCE]
 
     # Reading
 
@@ -477,10 +486,10 @@ class Store:
         if which == "ids":
             table = _table(array, item.rows.leading, held.spec.name)
             size = item.rows.ids * table.shape[1] * dtype.itemsize
-            if size > max(MAX_ROWS_BYTES, array.nbytes):
+            if item.rows.ids > 1 and size > MAX_ROWS_BYTES:
                 raise InvalidUpdateError(
-                    f"{item.rows.ids:,} rows of {held.spec.name!r} take {size:,} bytes, the limit for one read is "
-                    f"{MAX_ROWS_BYTES:,}: read each row once, or fewer at a time"
+                    f"{item.rows.ids:,} rows of {held.spec.name!r} take {size:,} bytes, the limit for one item of a "
+                    f"read is {MAX_ROWS_BYTES:,}: divide it"
                 )
             ids_size = item.rows.ids * 8
             return _Source(shard, table, size, dtype), at + ids_size + padding(ids_size)
@@ -585,6 +594,8 @@ class Store:
                 found = [self._shard(item.variable, item.shard) for item in request.items]
             except UnknownVariableError:  # deleted since
                 return
+            if len({id(shard) for _, shard in found}) < len(found):  # nobody of ours asks so: it would be kept, too
+                return
             if len(self._prepared) >= MAX_PLANS:
                 next(iter(self._prepared.values())).settle()  # it goes
             sources = [(shard.lock, view(shard.array)) for _, shard in found]
@@ -657,7 +668,7 @@ class Store:
         """
         applied = [] if applied is None else applied
         origin = _origin(request)
-        self._note_lost(request)
+        self.note_lost((item.variable, item.shard, item.life, item.seen) for item in request.items)
         ids_of: list[Ids | None] = []
         for part in placed:
             ids = None
@@ -717,27 +728,33 @@ class Store:
                 self._ledger.settle(origin.incarnation, request.settled)
         return reply
 
-    def _note_lost(self, request: ps_pb2.UpdateRequest) -> None:
-        """Compare what a client was told by a process before this one with what was restored."""
+    def note_lost(self, told: Iterable[tuple[int, int, int, int]]) -> None:
+        """Compare what a client was told by a process before this one with what was restored.
+
+        Args:
+            told: variable, shard, life of the process, updates.
+        """
         if not self.losses.restored:
             return
-        for item in request.items:
+        for variable, shard, life, updates in told:
             with self._lock:
-                lost = self.losses.note((item.variable, item.shard), item.life, item.seen)
-            held = self._variables.get(item.variable)
+                lost = self.losses.note((variable, shard), life, updates)
+            held = self._variables.get(variable)
             if lost and held is not None:
                 name = held.spec.name
-                logger.warning("at least %d acknowledged updates of %r, shard %d, were lost", lost, name, item.shard)
+                logger.warning("at least %d acknowledged updates of %r, shard %d, were lost", lost, name, shard)
 
     @property
     def lost(self) -> dict[str, int]:
         """Acknowledged updates that are lost, at least, by variable: on the shard that has lost most."""
         found: dict[str, int] = {}
         with self._lock:
-            for (variable, _), lost in self.losses.total.items():
+            for (variable, shard), lost in self.losses.total.items():
                 if variable in self._variables:
                     name = self._variables[variable].spec.name
                     found[name] = max(lost, found.get(name, 0))
+                elif (variable, shard) == UNKNOWN:
+                    found[UNKNOWN_NAME] = lost
         return found
 
     def replay(self, request: ps_pb2.UpdateRequest, placed: Placed, payload: Payload, count: int) -> None:
@@ -899,4 +916,4 @@ def _pass_through(shards: Sequence[Shard]) -> None:
 
 
 def _origin(request: ps_pb2.UpdateRequest) -> Origin:
-    return Origin(request.incarnation, request.function, request.sequence, request.key)
+    return Origin(request.incarnation, request.function, request.sequence, request.key, request.term)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pscluster.core.frames import CHUNK_BYTES
+from pscluster.core.limits import MAX_HEADER_BYTES
 from pscluster.v1 import ps_pb2
 
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
@@ -12,6 +14,19 @@ SESSION_BYTES = 4 << 20
 To begin a stream of its own costs as much as some MiB in one message (10,000 rows of 64 floats: 1.6 times as fast).
 """
 
+
+MESSAGE_BYTES = CHUNK_BYTES + (64 << 10)
+"""Of one message to a server over gRPC, which keeps as much for every call that waits for one. A frame with a full
+payload, or with the largest header and none."""
+
+DATA_MESSAGE_BYTES = SESSION_BYTES + MAX_HEADER_BYTES + (64 << 10)
+"""The same on the data plane: a session's largest request."""
+
+MAX_ITEMS = 1 << 13
+"""What a client puts into one read. Their headers stay far below what a header may have."""
+
+ROWS_IDS_BYTES = 1 << 20
+"""Row numbers that a client sends in one read: it divides what is more, as the server answers so many at one moment."""
 
 PINNED = "pscluster/pinned/"
 """Names of copies of variables begin so, which an evaluation reads while training goes on: they are in no checkpoint,

@@ -19,6 +19,7 @@ from tests.conftest import PATIENCE
 from pscluster.core.frames import padding, view
 from pscluster.ps import shard, spill, store
 from pscluster.ps.durable import capture, files
+from pscluster.ps.durable import log as log_module
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Lineage
 from pscluster.ps.durable.plan import Durability
 from pscluster.ps.payload import Payload
@@ -30,6 +31,9 @@ Array = npt.NDArray[Any]
 Part = tuple[ps_pb2.UpdateItem, tuple[Array, ...]]
 Sendable = tuple[ps_pb2.UpdateRequest, Payload, int]
 Facts = dict[Any, Any]
+
+FIRST = log_module._FIRST
+"""Where the first record of a segment of the log begins."""
 
 JOB = 7
 LINEAGE = Lineage(77, 78, 1, "of the tests")
@@ -226,11 +230,14 @@ def killed(folder: Path) -> Path:
 def _copied(source: str, target: str) -> None:
     """From its end, so that nothing is in the copy without what was written before it."""
     with open(source, "rb", buffering=0) as old, open(target, "wb", buffering=0) as new:
+        first = os.pread(old.fileno(), FIRST, 0)  # a log's mark is of no moment behind that of its records
         size = os.fstat(old.fileno()).st_size
         new.truncate(size)
         for at in range((size - 1) // 4096 * 4096, -1, -4096):
             if (data := os.pread(old.fileno(), 4096, at)).strip(b"\0"):
                 os.pwrite(new.fileno(), data, at)
+        if Path(source).name.startswith("log-"):
+            os.pwrite(new.fileno(), first, 0)
 
 
 def restored(folder: Path, kind: Durability = Durability.SNAPSHOT) -> Store | None:

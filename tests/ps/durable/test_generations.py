@@ -465,6 +465,30 @@ def test_after_a_fall_back_the_next_generations_are_good(saved: Saved) -> None:
         assert facts(found_in(killed(saved.folder))) == expected
 
 
+def test_damage_to_what_two_generations_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A shard that has not changed lies in one file: a flipped bit there spoils both, and the file is named."""
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+        for number in (1, 2):
+            declare(held, number, np.zeros(30))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(30), 2))
+        keeper.save()
+        copy = killed(tmp_path / "s")
+    kept = StateDirectory(copy)
+    newest, before = (kept.manifest(number) for number in kept.generations())
+    kept.close()
+    shared = {a.file for s in newest.shards for a in s.arrays} & {a.file for s in before.shards for a in s.arrays}
+    assert len(shared) == 1
+    path = copy / shared.pop()
+    (offset,) = (a.offset for s in newest.shards for a in s.arrays if a.file == path.name)
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConfigurationError, match=r"nothing of the state in .* can be used"):
+        restored(copy)
+    assert caplog.text.count(f"{path.name} is damaged between bytes") == 2
+
+
 def test_a_state_of_which_nothing_is_whole(saved: Saved, caplog: pytest.LogCaptureFixture) -> None:
     """A server does not begin anew over it: it says of each generation why, and what to do, and that helps."""
     for name in saved.files:

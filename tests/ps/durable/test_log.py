@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from tests.conftest import PATIENCE, until
 from tests.ps.durable import support
 from tests.ps.durable.support import (
+    FIRST,
     JOB,
     LINEAGE,
     NEVER,
@@ -55,9 +56,8 @@ from pscluster.v1 import ps_pb2, state_pb2
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-SEGMENT_HEAD = 28
-RECORD_HEAD = 32
-"""Bytes: magic (4), CRC-32 (4) and length (8) of the record, where its batch begins (8), generation (8)."""
+SEGMENT_HEAD = FIRST
+RECORD_HEAD = log_module._HEAD.size
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -258,9 +258,9 @@ def test_a_kill_while_many_clients_write(tmp_path: Path) -> None:
         assert values_of(found_in(killed(tmp_path / "s")), 1).all()
 
 
-def one_by_one(folder: Path, count: int = 4) -> tuple[Path, Path, list[list[float]]]:
+def one_by_one(folder: Path, count: int = 4, *, fsync: bool = False) -> tuple[Path, Path, list[list[float]]]:
     """A copy of a directory whose log has so many additions, its segment, and the values behind each."""
-    with begun(folder) as (keeper, held):
+    with begun(folder, fsync=fsync) as (keeper, held):
         declare(held, 1, np.zeros(6, np.float32))
         keeper.save()
         client, values = Client(keeper, held), [values_of(held, 1).tolist()]
@@ -281,8 +281,7 @@ def ends_of(segment: Path) -> list[int]:
     """Where its records end."""
     data, at, ends = segment.read_bytes(), SEGMENT_HEAD, list[int]()
     for record, payload in records_of(segment):
-        # The length stands at byte 8 of each record's head.
-        at += RECORD_HEAD + int.from_bytes(data[at + 8 : at + 16], "little")
+        at += RECORD_HEAD + log_module._HEAD.unpack_from(data, at)[3]
         assert len(payload) == record.total_bytes
         ends.append(at)
     return ends
@@ -291,25 +290,66 @@ def ends_of(segment: Path) -> list[int]:
 # Damage
 
 
+def marked(segment: bytes, end: int, count: int, *, synced: bool = False) -> bytes:
+    """A segment whose mark says that so many bytes and records are acknowledged, and perhaps synced."""
+    head, mark = log_module._SEGMENT.size, b"".join(log_module._mark(end, end if synced else 0, count))
+    return segment[:head] + mark + segment[SEGMENT_HEAD:]
+
+
+def of_another_boot(segment: bytes) -> bytes:
+    """The segment, as it is found when the machine has been started again since."""
+    form = log_module._SEGMENT
+    magic, generation, previous, boot, _ = form.unpack_from(segment)
+    assert boot == log_module.boot_id() != b""
+    return log_module._with_crc(form, magic, generation, previous, bytes(16)) + segment[form.size :]
+
+
+def losses_written(keeper: Keeper) -> None:
+    """Wait until what is lost is on disk."""
+    until(lambda: not keeper._lost_more(), "it is written down")
+
+
+def flips(data: bytes, low: int, high: int, step: int = 1) -> Iterator[tuple[int, bytes]]:
+    """With one bit flipped in each byte, or every n-th, of a range in turn."""
+    for at in range(low, high, step):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        yield at, bytes(changed)
+
+
 def test_torn_tails(tmp_path: Path) -> None:
-    """Cut, or zeros from there on, at every byte of the last record: the state without it."""
+    """Cut, or zeros from there on, at every byte of a record that was not acknowledged: the state without it."""
     copy, segment, values = one_by_one(tmp_path / "s")
     whole, ends = segment.read_bytes(), ends_of(segment)
     assert len(ends) == 4
+    unacknowledged = marked(whole, ends[-2], 3)
     for at in range(ends[-2], ends[-1] + 1):
-        for data in (whole[:at], whole[:at] + bytes(len(whole) - at)):
+        for data in (unacknowledged[:at], unacknowledged[:at] + bytes(len(whole) - at)):
             segment.write_bytes(data)
             found = values_of(found_in(copy), 1).tolist()
             # The last bytes of a payload may be zeros, and then none is missing.
-            assert found == values[3] or (found == values[4] and data[: ends[-1]] == whole[: ends[-1]])
+            assert found == values[3] or (found == values[4] and data[: ends[-1]] == unacknowledged[: ends[-1]])
     segment.write_bytes(whole[: ends[-1]])
     assert values_of(found_in(copy), 1).tolist() == values[4]
+
+
+def test_a_tear_in_what_was_acknowledged(tmp_path: Path) -> None:
+    """While the machine runs no write is half undone: cut at any byte, or zeros, the last record is damaged."""
+    _, segment, _ = one_by_one(tmp_path / "s")
+    whole, ends = segment.read_bytes(), ends_of(segment)
+    for at in range(ends[-3], ends[-1]):
+        for data in (whole[:at], whole[:at] + bytes(len(whole) - at)):
+            if data[: ends[-1]] != whole[: ends[-1]]:
+                segment.write_bytes(data)
+                with pytest.raises(DamagedError, match=rf"{segment.name} is damaged at byte"):
+                    records_of(segment)
 
 
 def test_what_comes_behind_a_torn_tail_is_kept(tmp_path: Path) -> None:
     """The server goes on with a new segment, and the torn one does not disturb the next restart."""
     copy, segment, values = one_by_one(tmp_path / "s")
-    segment.write_bytes(segment.read_bytes()[: ends_of(segment)[-1] - 1])
+    ends = ends_of(segment)
+    segment.write_bytes(marked(segment.read_bytes(), ends[-2], 3)[: ends[-1] - 1])
     with keeper_of(copy) as keeper:
         found = keeper.restore()
         assert found is not None
@@ -318,6 +358,7 @@ def test_what_comes_behind_a_torn_tail_is_kept(tmp_path: Path) -> None:
         client.update(dense(ps_pb2.ADD, np.full(6, 7, np.float32)))
         expected = values_of(found.store, 1).tolist()
         assert expected == (np.array(values[3]) + 7).tolist()
+        assert found.store.lost == {}, "nobody was told of it"
         again = killed(copy)
     assert values_of(found_in(again), 1).tolist() == expected
     # Even if the generation with which the new segment began is damaged: then the torn segment is read again.
@@ -326,20 +367,89 @@ def test_what_comes_behind_a_torn_tail_is_kept(tmp_path: Path) -> None:
     assert values_of(found_in(again), 1).tolist() == expected
 
 
-def test_damage_in_the_middle(tmp_path: Path) -> None:
-    """Any flipped bit with acknowledged updates behind it is an error that names the file and what can be done."""
+def test_any_flipped_bit(tmp_path: Path) -> None:
+    """In any record, the last one, too: an error that names the file, the place and what to do. In the mark: none."""
     copy, segment, values = one_by_one(tmp_path / "s")
     whole, ends = segment.read_bytes(), ends_of(segment)
-    batches = {at for end in (SEGMENT_HEAD, *ends) for at in range(end + 16, end + 24)}
-    for at in range(0, ends[-2], 3):
-        changed = bytearray(whole)
-        changed[at] ^= 1 << at % 8
-        segment.write_bytes(changed)
-        if at in batches:  # of use only where another record is damaged
+    marks = range(log_module._SEGMENT.size, SEGMENT_HEAD)
+    begins = [SEGMENT_HEAD, *ends]
+    for at, data in flips(whole, 0, ends[-1]):
+        segment.write_bytes(data)
+        if at in marks:
+            assert ends_of(segment) == ends
+            continue
+        where = "at its beginning" if at < SEGMENT_HEAD else f"at byte {max(b for b in begins if b <= at):,}, with"
+        with pytest.raises(DamagedError, match=rf"{segment.name} is damaged {where}"):
+            records_of(segment)
+    for at, data in flips(whole, marks.start, ends[-1], 29):
+        segment.write_bytes(data)
+        if at in marks:
             assert values_of(found_in(copy), 1).tolist() == values[-1]
             continue
-        where = "at its beginning" if at < SEGMENT_HEAD else "at byte"
-        with pytest.raises(ConfigurationError, match=rf"log-\d{{6}}\.bin is damaged {where}.*--durability snapshot"):
+        with pytest.raises(ConfigurationError, match=rf"{segment.name} is damaged at byte.*--durability snapshot"):
+            restored(copy)
+
+
+@pytest.mark.parametrize("how", ["cut", "zeros", "flipped"])
+def test_after_another_boot(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    """Without --fsync the machine may lose what was acknowledged: that is dropped, logged and counted, once."""
+    copy, segment, values = one_by_one(tmp_path / "s")
+    whole, ends = of_another_boot(segment.read_bytes()), ends_of(segment)
+    segment.write_bytes(whole)
+    pristine = killed(copy)
+    assert values_of(found_in(killed(pristine)), 1).tolist() == values[4], "nothing is wrong"
+    for kept in (2, 3):
+        for at in range(ends[kept - 1], ends[kept], 17):
+            data = bytearray(whole[:at] if how == "cut" else whole)
+            if how == "zeros":
+                data[at:] = bytes(len(data) - at)
+            if how == "flipped":
+                data[at] ^= 1 << at % 8
+            if data[: ends[kept]] == whole[: ends[kept]]:
+                continue  # the last bytes of a payload may be zeros
+            folder = killed(pristine)
+            (folder / segment.name).write_bytes(data)
+            caplog.clear()
+            with keeper_of(folder) as keeper:
+                found = keeper.restore()
+                assert found is not None
+                assert values_of(found.store, 1).tolist() == values[kept]
+                lost = found.store.lost
+                losses_written(keeper)
+            assert sum(lost.values()) == 4 - kept
+            if how == "flipped" and kept == 2:
+                assert lost == {"v1": 1, "(unknown)": 1}, "the last record can be read"
+            assert f"{4 - kept} acknowledged updates or more are lost" in caplog.text
+            with keeper_of(folder) as keeper:
+                again = keeper.restore()
+                assert again is not None
+                assert again.store.lost == lost, "neither forgotten, nor counted twice"
+    # The mark may be older than the records: then less is known to be lost.
+    older = bytearray(marked(whole, ends[1], 2))
+    older[ends[-1] - 5] ^= 1
+    (pristine / segment.name).write_bytes(older)
+    again_found = found_in(pristine)
+    assert values_of(again_found, 1).tolist() == values[3]
+    assert again_found.lost == {}
+
+
+def test_after_another_boot_with_fsync(tmp_path: Path) -> None:
+    """What was synced has to be there, by the mark or by a later batch; of what was not, nobody may have been told."""
+    copy, segment, values = one_by_one(tmp_path / "s", fsync=True)
+    whole, ends = of_another_boot(segment.read_bytes()), ends_of(segment)
+    for count in (4, 3):
+        for at, data in flips(marked(whole, ends[count - 1], count, synced=True), SEGMENT_HEAD, ends[-1], 13):
+            segment.write_bytes(data)
+            if at < ends[count - 1]:
+                with pytest.raises(ConfigurationError, match=rf"{segment.name} is damaged at byte"):
+                    restored(copy)
+            else:
+                again = killed(copy)
+                assert values_of(found_in(again), 1).tolist() == values[3]
+    # The mark is older than the last batch, which says that those before it were synced.
+    for _, data in flips(marked(whole, ends[0], 1, synced=True), ends[0], ends[-2], 13):
+        segment.write_bytes(data)
+        with pytest.raises(ConfigurationError, match=rf"{segment.name} is damaged at byte"):
             restored(copy)
 
 
@@ -365,6 +475,7 @@ def test_what_the_error_of_a_damaged_log_says_helps(
         assert f"{segment.name} is damaged at byte" in caplog.text
         assert "the updates behind the last generation are lost" in caplog.text
         assert values_of(found.store, 1).tolist() == values[0]
+        assert found.store.lost == {"v1": 3, "(unknown)": 1}, "the first record can't be read"
         if change:
             Client(keeper, found.store, 10).update(dense(ps_pb2.ADD, np.ones(6, np.float32)))
             expected = [each + 1 for each in expected]
@@ -419,10 +530,14 @@ def test_records_in_another_order(tmp_path: Path, where: str) -> None:
     assert len(found) == 2
     turned = iter(reversed(found))
     for path, whole, ends in zip(segments, data, cuts, strict=True):
-        records_here = [next(turned) for _ in ends[1:]]
-        generation = whole[8:16]  # which each record names, too
-        turned_here = [each[:24] + generation + each[RECORD_HEAD:] for each in records_here]
-        path.write_bytes(whole[:SEGMENT_HEAD] + b"".join(turned_here) + bytes(99))
+        turned_here = list[bytes]()
+        for number in range(1, len(ends)):
+            each = next(turned)
+            _, _, checksum, size, batch, _, _ = log_module._HEAD.unpack_from(each)
+            generation = int.from_bytes(whole[8:16], "little")
+            turned_here.append(log_module._header(checksum, size, batch, generation, number) + each[RECORD_HEAD:])
+        end = SEGMENT_HEAD + sum(map(len, turned_here))
+        path.write_bytes(marked(whole, end, len(turned_here))[:SEGMENT_HEAD] + b"".join(turned_here) + bytes(99))
     assert values_of(found_in(copy), 1).tolist() == expected == [20, 36]
 
 
@@ -967,7 +1082,8 @@ def test_a_death_at_any_moment_of_a_generation(tmp_path: Path, monkeypatch: pyte
 def test_a_death_at_any_moment_of_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a log with a torn end: the next restart finds the same."""
     copy, segment, values = one_by_one(tmp_path / "s")
-    segment.write_bytes(segment.read_bytes()[: ends_of(segment)[-1] - 1])
+    ends = ends_of(segment)
+    segment.write_bytes(marked(segment.read_bytes(), ends[-2], 3)[: ends[-1] - 1])
     deaths = Deaths(copy, monkeypatch)
     deaths.armed = True
     with keeper_of(copy) as keeper:

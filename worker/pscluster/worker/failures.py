@@ -14,6 +14,7 @@ import types
 from typing import Any
 
 from pscluster.core.errors import FunctionError, ProtocolError
+from pscluster.core.shown import shown
 from pscluster.core.values import decode, encode, imported_class, module_of
 from pscluster.v1 import value_pb2, worker_pb2
 
@@ -21,6 +22,8 @@ _MAX_MESSAGE = 16 << 10
 _MAX_TRACEBACK = 64 << 10
 _MAX_ARGUMENTS = 256 << 10
 _OWN = "pscluster.worker."
+
+PARTLY_APPLIED = "Some of its updates may have been applied: they stay, and are in checkpoints made from now on."
 
 
 def failure_of(error: BaseException) -> worker_pb2.Failure:
@@ -91,7 +94,9 @@ def _attributes_of(error: BaseException) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None and _encoded(value) is not None}
 
 
-def rebuild_failure(failure: worker_pb2.Failure, *, function: str, worker: int | None, attempts: int) -> FunctionError:
+def rebuild_failure(
+    failure: worker_pb2.Failure, *, function: str, worker: int | None, attempts: int, partly_applied: bool = False
+) -> FunctionError:
     """The error to raise for a failure.
 
     It is also an instance of the class that the function raised, where that is an Exception, built in or in a
@@ -109,8 +114,9 @@ def rebuild_failure(failure: worker_pb2.Failure, *, function: str, worker: int |
     error.function = function
     error.worker = worker
     error.attempts = attempts
-    error.remote_traceback = failure.traceback
-    error.summary = _summary(failure, function, worker, attempts)
+    error.remote_traceback = shown(failure.traceback, lines=True)
+    error.partly_applied = partly_applied
+    error.summary = _summary(failure, function, worker, attempts, partly_applied)
     return error
 
 
@@ -175,13 +181,17 @@ def _reduce(self: FunctionError) -> tuple[Any, ...]:
     return FunctionError, (self.summary,), state
 
 
-_STATE = frozenset(["function", "worker", "attempts", "remote_traceback", "summary"])
+_STATE = frozenset(["function", "worker", "attempts", "remote_traceback", "partly_applied", "summary"])
 
 
-def _summary(failure: worker_pb2.Failure, function: str, worker: int | None, attempts: int) -> str:
+def _summary(
+    failure: worker_pb2.Failure, function: str, worker: int | None, attempts: int, partly_applied: bool
+) -> str:
     where = "" if worker is None else f" on worker {worker}"
     hidden = failure.module in ("builtins", "__main__")
     name = failure.qualname if hidden else f"{failure.module}.{failure.qualname}"
     what = f"{name}: {failure.message}" if failure.message else name
     head = f"{function} failed{where} (attempt {attempts}): {what}"
-    return f"{head}\n\n{failure.traceback}" if failure.traceback else head
+    if partly_applied:
+        head += f"\n{PARTLY_APPLIED}"
+    return shown(f"{head}\n\n{failure.traceback}" if failure.traceback else head, lines=True)

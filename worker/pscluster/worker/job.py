@@ -51,6 +51,7 @@ class Job:
         self.worker_index = worker_index
         self.num_workers = num_workers
         self._seed = seed
+        self._term = 0
         self._client = client
         self._connect_timeout = connect_timeout
         self._connected = False
@@ -184,14 +185,17 @@ class Job:
             for digest in definitions:
                 self._definitions.pop(digest, None)
 
-    def context(self, *, function: int, attempt: int, key: int = 0) -> FunctionContext:
-        """The context for a function of this job."""
+    def context(self, *, function: int, attempt: int, key: int = 0, term: int = 0) -> FunctionContext:
+        """The context for a function of this job. The first one of a term begins it for all that runs beside it."""
+        if term > self._term:
+            self._term = self._client.term = term
         return FunctionContext(
             function=function,
             attempt=attempt,
             worker_index=self.worker_index,
             num_workers=self.num_workers,
             key=key,
+            term=term,
         )
 
     # Large arrays of arguments and results

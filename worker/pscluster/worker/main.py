@@ -24,9 +24,9 @@ from pscluster.core.serving import (
     run_role,
     settle_trust,
     tell_trust,
+    with_user_token,
 )
 from pscluster.core.tls import Tls
-from pscluster.core.tokens import call_metadata
 from pscluster.ps.client import PsClient
 from pscluster.ps.counts import ClientCounts
 from pscluster.v1 import node_pb2
@@ -36,7 +36,7 @@ from pscluster.worker.telemetry import WorkerTelemetry
 logger = logging.getLogger(__name__)
 
 
-def ps_peers(cluster: ClusterSpec, tls: Tls | None = None) -> list[PeerAddress]:
+def ps_peers(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = None) -> list[PeerAddress]:
     """The parameter servers of a cluster, in order. ConfigurationError if there is none, or a gap."""
     indices = cluster.task_indices("ps") if "ps" in cluster.jobs else []
     if not indices or indices != list(range(len(indices))):
@@ -45,20 +45,21 @@ def ps_peers(cluster: ClusterSpec, tls: Tls | None = None) -> list[PeerAddress]:
             f"TF_CONFIG: cluster.ps {found}, but a worker needs every parameter server; write, for example, "
             '{"cluster": {"ps": ["ps0:2222", "ps1:2222"]}}'
         )
-    return [PeerAddress("ps", index, cluster.task_address("ps", index), tls) for index in indices]
+    return [PeerAddress("ps", index, cluster.task_address("ps", index), tls, token) for index in indices]
 
 
 def serve_worker(
     index: int, address: str, cluster: ClusterSpec, options: RoleOptions
 ) -> Callable[[StopRequest], Callable[[], None]]:
     """What `run_role` starts: a worker that listens on `address`."""
-    peers = ps_peers(cluster, options.tls)
-    for peer in peers:
-        peer.check_plain(options.token, insecure=options.insecure)
-    metadata = call_metadata(options.token)
+    dialled = [peer.address for peer in ps_peers(cluster)]
 
     def serve(stop: StopRequest) -> Callable[[], None]:
-        settle_trust(address, options)
+        mine = with_user_token(options, (address, *dialled))
+        peers = ps_peers(cluster, mine.tls, mine.token)
+        for peer in peers:
+            peer.check_plain(insecure=mine.insecure)
+        settle_trust(address, mine, is_worker=True)
         identity = make_identity("worker", index)
         asked = ClientCounts(len(peers))
 
@@ -66,13 +67,13 @@ def serve_worker(
             client = PsClient(
                 peers,
                 identity,
-                metadata,
                 job=request.job,
                 incarnation=incarnation,
                 retry_seconds=request.ps_timeout,
                 counts=asked,
             )
             client.expect(request.holdings)
+            client.term = request.term
             return client
 
         role = WorkerRole(
@@ -80,13 +81,14 @@ def serve_worker(
             make_client,
             options.connect_timeout,
             asked.recording,
+            len(peers),
         )
         server = RoleServer(
             identity,
             role,
             {"worker": (SERVICE, WorkerService(role))},
             address,
-            options,
+            mine,
             on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
             telemetry=WorkerTelemetry(role, asked),
             own=cluster.task_address("worker", index) or "",
@@ -100,9 +102,7 @@ def serve_worker(
             server.stop(0.5)  # outcomes that are on their way; the streams do not end by themselves
 
         try:
-            wait_for_peers(
-                peers, identity, metadata, timeout=options.connect_timeout, stop=stop.event, purpose=f"worker {index}"
-            )
+            wait_for_peers(peers, identity, timeout=options.connect_timeout, stop=stop.event, purpose=f"worker {index}")
         except PsClusterError:
             if not stop.event.is_set():
                 close()

@@ -196,7 +196,9 @@ class Runner:
             if not self._waiting or self._ended:
                 return None
             position, step, received = self._waiting.popleft()
-            self._running = self._job.context(function=step.function, attempt=step.attempt, key=step.key)
+            self._running = self._job.context(
+                function=step.function, attempt=step.attempt, key=step.key, term=step.term
+            )
             if (step.parts and self._job.reads_ahead) or (self._seconds > LONG_SECONDS and not self._waiting):
                 self._want_next()
             return position, step, received
@@ -273,12 +275,12 @@ class Runner:
             outcome.kind = Outcome.DONE
             counts.done += 1
         except FunctionCancelled:
-            outcome.kind = Outcome.CANCELLED
+            outcome.kind, outcome.updated = Outcome.CANCELLED, context.updated
             outcome.seconds = seconds = time.monotonic() - begin
             counts.cancelled += 1
         except BaseException as error:  # a step's sys.exit() must not end the worker
             seconds = time.monotonic() - begin
-            outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=seconds)
+            outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=seconds, updated=context.updated)
             counts.failed += 1
             outcome.failure.CopyFrom(failure_of(_without_stop(error)))
         if step.parts:

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from pscluster.core.definitions import UnresolvedReference
-from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, StaleError, UnavailableError
+from pscluster.core.errors import (
+    ConfigurationError,
+    MisuseError,
+    ProtocolError,
+    PsClusterError,
+    StaleError,
+    UnavailableError,
+)
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Assembler, pack, pieces, unpack
 from pscluster.core.identity import fresh_id
@@ -43,10 +50,12 @@ class WorkerRole(Role):
         make_client: ClientFactory,
         connect_timeout: float,
         recording: Recording | None = None,
+        num_servers: int = 0,
     ) -> None:
-        """`recording`: of what its clients ask of the servers."""
+        """`recording`: of what its clients ask of the servers; `num_servers`: as this worker's TF_CONFIG lists them."""
         self.counts = WorkerCounts(recording or Recording())
         self._index = index
+        self._num_servers = num_servers
         self._make_client = make_client
         self._connect_timeout = connect_timeout
         self._lock = threading.Lock()
@@ -57,10 +66,20 @@ class WorkerRole(Role):
         self._lineage = self._epoch = 0
 
     def admit(self, request: node_pb2.AttachRequest) -> None:
-        """StaleError for a coordinator whose job another one has taken over."""
+        """Refuse a coordinator.
+
+        Raises:
+            StaleError: another one has taken its job over.
+            ConfigurationError: it knows more or fewer parameter servers than this worker.
+        """
         if request.lineage and request.lineage == self._lineage and request.epoch < self._epoch:
             raise StaleError(
                 f"coordinator number {self._epoch} of this job has taken it over from number {request.epoch}"
+            )
+        if len(request.holdings) != self._num_servers:
+            raise ConfigurationError(
+                f"the coordinator has {len(request.holdings)} parameter servers, and TF_CONFIG of worker {self._index} "
+                f"lists {self._num_servers}: give all tasks the same list"
             )
 
     def attached(self, request: node_pb2.AttachRequest) -> int:

@@ -8,6 +8,8 @@ examples. `take` and `stacked` make batches of blocks.
 from __future__ import annotations
 
 import math
+import os
+import stat
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -16,6 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.trust import trust
+from pscluster.core.value_arrays import check_plain
 from pscluster.core.values import describe
 
 Numbers = npt.NDArray[np.int64]
@@ -34,7 +39,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class MappedArray:
-    """An array in a file, or a part of one: sent by the file's name, and mapped where it is read."""
+    """An array in a file, or a part of one: sent by the file's name, and mapped where it is read.
+
+    What a peer says of it is not believed: see `open`.
+    """
 
     path: str
     dtype: np.dtype[Any]
@@ -54,9 +62,31 @@ class MappedArray:
         return cls(str(root.filename), array.dtype, array.shape, array.strides, root.offset + here - first)
 
     def open(self) -> npt.NDArray[Any]:
-        """Mapped, to be read only."""
-        raw = np.memmap(self.path, np.uint8, "r")
-        return np.ndarray(self.shape, self.dtype, raw, self.offset, self.strides)
+        """Mapped, to be read only.
+
+        Raises:
+            MisuseError: where pickles are off: a file outside of the folders that this worker was given.
+            ProtocolError: elements that hold pointers, or an array that does not lie within the file.
+            OSError: the file can't be read.
+        """
+        dtype = check_plain(self.dtype)
+        if dtype.itemsize == 0 or dtype.subdtype is not None:
+            raise ProtocolError(f"{dtype!r:.80} came as the element type of a file's array, which none has")
+        path = trust().data_file(str(self.path))
+        # What is no file (a pipe, a device) must neither hold the worker nor be read; opened first, then looked at.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise MisuseError(f"{str(path)[:1000]!r} is no file to map an array from")
+        with open(descriptor, "rb") as file:
+            raw = np.memmap(file, np.uint8, "r")
+        try:
+            return np.ndarray(self.shape, dtype, raw, self.offset, self.strides)  # compares with the file's size
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(
+                f"an array of {dtype}, {self.shape!r:.80} and strides {self.strides!r:.80} does not lie within the "
+                f"{len(raw):,} bytes of {str(path)[:1000]}: {error}"
+            ) from None
 
 
 class Arrays:

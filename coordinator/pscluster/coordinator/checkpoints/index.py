@@ -7,11 +7,14 @@ directory is a checkpoint from the moment its index is there; the index is writt
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import json
 import math
 import re
 from collections import Counter
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,7 +30,7 @@ from pscluster.ps.checkpoints.tensor_files import CHUNK_BYTES, join, tensor_name
 from pscluster.v1 import ps_pb2
 
 FORMAT = "pscluster-checkpoint"
-VERSION = 1
+VERSION = 2
 _MAX_BYTES = 512 << 20
 _ARRAY = re.compile(r"value|slot/.+/[^/]+|average/.+", re.DOTALL)
 
@@ -46,6 +49,33 @@ class SavedTensor:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class SavedNamed:
+    """Functions with a key, and which of their updates a shard had had, the same ones of each.
+
+    Attributes:
+        nth: of a function's updates of the variable, these.
+        keys: of the functions: 8 bytes each, little-endian, in base64.
+    """
+
+    nth: tuple[int, ...]
+    keys: str
+
+    @staticmethod
+    def of(nth: Iterable[int], keys: Iterable[int]) -> SavedNamed:
+        """From plain numbers."""
+        return SavedNamed(tuple(nth), base64.b64encode(np.fromiter(keys, "<u8").tobytes()).decode())
+
+    @property
+    def numbers(self) -> list[int]:
+        """The keys. ValueError if they are none."""
+        try:
+            found: list[int] = np.frombuffer(base64.b64decode(self.keys, validate=True), "<u8").tolist()
+        except binascii.Error as error:
+            raise ValueError(f"{self.keys!r:.40} are no keys: {error}") from None
+        return found
+
+
 @dataclass(slots=True)
 class SavedVariable:
     """A variable: how it was cut, and of each shard the values, slots and averages.
@@ -55,6 +85,7 @@ class SavedVariable:
             have it.
         updates: of each shard, how many it had had.
         steps: of each shard, by optimizer, how many gradients it had had.
+        named: of each shard, what functions with a key had done to it.
     """
 
     name: str
@@ -65,6 +96,7 @@ class SavedVariable:
     arrays: dict[str, list[SavedTensor]] = field(default_factory=dict)
     updates: list[int] = field(default_factory=list)
     steps: list[dict[str, int]] = field(default_factory=list)
+    named: list[list[SavedNamed]] = field(default_factory=list)
 
     @property
     def partition(self) -> Partition:
@@ -83,7 +115,14 @@ class SavedFile:
 
 @dataclass(slots=True)
 class Index:
-    """Everything about a checkpoint but the tensors' bytes."""
+    """Everything about a checkpoint but the tensors' bytes.
+
+    Attributes:
+        pause_seconds: for which no function ran.
+        partly_applied: how many functions had ended with an error, or been cancelled, since the job began or a
+            checkpoint was restored, and may have left a part of their updates in this one.
+        partly_applied_last: the last of these: the function's name, and how it ended.
+    """
 
     number: int
     created: str
@@ -91,6 +130,8 @@ class Index:
     variables: dict[str, SavedVariable] = field(default_factory=dict)
     optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: dict[str, SavedFile] = field(default_factory=dict)
+    partly_applied: int = 0
+    partly_applied_last: list[str] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[SavedTensor]:
@@ -107,11 +148,28 @@ class Index:
         ends = tuple(tuple(split.ends) for split in spec.splits)
         count = len(spec.owners)
         self.variables[spec.name] = SavedVariable(
-            spec.name, tuple(spec.shape), spec.dtype, spec.trainable, ends, {}, [0] * count, [{} for _ in range(count)]
+            spec.name,
+            tuple(spec.shape),
+            spec.dtype,
+            spec.trainable,
+            ends,
+            {},
+            [0] * count,
+            [{} for _ in range(count)],
+            [[] for _ in range(count)],
         )
 
-    def add_file(self, name: str, reply: ps_pb2.CheckpointReply, names: dict[int, str]) -> None:
-        """What a server has written; `names` are those of the variables that belong to the checkpoint, by number."""
+    def add_file(
+        self, name: str, reply: ps_pb2.CheckpointReply, names: dict[int, str], forgotten: Container[int] = ()
+    ) -> None:
+        """What a server has written.
+
+        Args:
+            name: of the file.
+            reply: the server's.
+            names: of the variables that belong to the checkpoint, by number.
+            forgotten: keys of functions that need not be remembered, since they are not scheduled again.
+        """
         self.files[name] = SavedFile(reply.bytes, reply.header_bytes, reply.header_sha256)
         for shard in reply.shards:
             if shard.variable not in names:
@@ -119,6 +177,9 @@ class Index:
             variable = self.variables[names[shard.variable]]
             variable.updates[shard.shard] = shard.updates
             variable.steps[shard.shard] = dict(shard.steps)
+            for same in shard.named:
+                if keys := [key for key in same.keys if key not in forgotten]:
+                    variable.named[shard.shard].append(SavedNamed.of(same.nth, keys))
             for each in shard.tensors:
                 variable.arrays.setdefault(each.array, []).append(
                     SavedTensor(
@@ -190,6 +251,10 @@ def read_index(directory: str) -> Index:
 def _parsed(body: dict[str, Any]) -> Index:
     index = Index(body["number"], body["created"], body["pause_seconds"], optimizers=body["optimizers"])
     index.files = {name: SavedFile(**each) for name, each in body["files"].items()}
+    index.partly_applied, index.partly_applied_last = body["partly_applied"], body["partly_applied_last"]
+    _check_types(index, partly_applied=int, partly_applied_last=list)
+    if not all(isinstance(each, str) for each in index.partly_applied_last):
+        raise TypeError("a function that was applied in part has no name")
     if not isinstance(index.pause_seconds, int | float):
         raise TypeError(f"pause_seconds is {index.pause_seconds!r:.40}")
     for file in index.files.values():
@@ -210,6 +275,7 @@ def _parsed(body: dict[str, Any]) -> Index:
             arrays,
             each["updates"],
             each["steps"],
+            [[SavedNamed(tuple(same["nth"]), same["keys"]) for same in shard] for shard in each["named"]],
         )
         shards = index.variables[name].partition.num_shards  # ValueError if the ends don't fit the shape
         _check_saved(index.variables[name], shards)
@@ -229,8 +295,12 @@ def _check_types(record: object, **types: type) -> None:
 def _check_saved(variable: SavedVariable, shards: int) -> None:
     """TypeError or ValueError if what is said of a variable is not what is said of variables."""
     _check_types(variable, dtype=str, trainable=bool, updates=list, steps=list)
-    if len(variable.updates) != shards or len(variable.steps) != shards:
+    if not len(variable.updates) == len(variable.steps) == len(variable.named) == shards:
         raise ValueError(f"{len(variable.updates)} counts of updates for {shards} shards of {variable.name!r:.80}")
+    for same in (same for named in variable.named for same in named):
+        _check_types(same, keys=str)
+        if not same.numbers or not all(type(nth) is int and 0 < nth < 1 << 32 for nth in same.nth):
+            raise ValueError(f"updates of {variable.name!r:.80} by functions with keys that make no sense")
     steps = [count for each in variable.steps for count in each.values()]
     if not all(type(count) is int and count >= 0 for count in [*variable.updates, *steps]):
         raise TypeError(f"a count of {variable.name!r:.80} that is no number from 0 on")

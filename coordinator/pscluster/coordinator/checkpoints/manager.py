@@ -4,11 +4,14 @@ A checkpoint is a cut through the job: no function runs while the servers mark t
 shard and missing in another. Functions that run end first, those that have not started wait; marking takes
 milliseconds. Then functions go on, and the servers write what was marked, copy-on-write, each its own file.
 
-    save: paused (functions end, or it fails after barrier_timeout) -> marked -> going on -> written -> index written
+    save: paused (what has begun ends, or it fails after barrier_timeout) -> marked -> going on -> written -> index
+          written
           whatever fails, the run goes on, what was there before stands, and the error is raised where it is waited for
     restore: the index is read and checked -> every server reads and verifies its part beside what there is -> paused
-          -> commit -> going on
-          whatever fails before the commit, nothing has changed
+          -> commit, under a new term -> going on
+          whatever fails before the commit, nothing has changed; where one server fails in it, others have the
+          checkpoint's values: the run goes on, and nothing is saved until a restore has ended, or it is given up. The
+          next coordinator sees it by the servers' terms, which differ
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ from pscluster.ps.wire import PINNED, part_name
 from pscluster.v1 import ps_pb2
 
 if TYPE_CHECKING:
+    from pscluster.coordinator.positions import Positions
     from pscluster.coordinator.strategy import ParameterServerStrategy
     from pscluster.ps.variables import Variable
 
@@ -63,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 BARRIER_SECONDS = 60.0
 LOOK_SECONDS = 0.5
+KEYS_AT_ONCE = 1 << 19  # of functions, in a request to restore: 4 MiB
 
 KEPT = {PROGRESS, POSITIONS, TRAINING}
 """Variables of our own, which a checkpoint has where something was kept."""
@@ -94,7 +99,8 @@ class Checkpoint:
         """A cut through the job as it is now, to be written.
 
         Raises:
-            WaitTimeoutError: functions still run after `barrier_timeout`; the message names them.
+            WaitTimeoutError: functions that have begun have not ended after `barrier_timeout`; the message names them.
+            CheckpointError: a restore was broken off in its last step, and neither repeated nor given up.
             UnavailableError: a server can't be reached.
         """
         try:
@@ -105,15 +111,20 @@ class Checkpoint:
 
     def _mark(self, number: int) -> MarkedCheckpoint:
         strategy, begin = self.strategy, time.monotonic()
+        strategy.check_restored()
         strategy.client.directory()  # a server that is gone is waited for here, not while nothing runs
         with self._paused():
+            strategy.check_restored()  # others may have tried meanwhile
             if strategy.positions is not None:
                 strategy.positions.save()
+            forgotten = strategy.dispatcher.forgotten() if strategy.dispatcher is not None else set()
             index = Index(number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
             directory = strategy.client.directory()[0]
             variables = [spec for spec in directory.variables if not spec.name.startswith(PINNED)]
             for spec in variables:
                 index.add_variable(spec)
+            index.partly_applied = strategy.partly_applied.count
+            index.partly_applied_last = strategy.partly_applied.last
             for optimizer in directory.optimizers:
                 index.optimizers[optimizer.name] = MessageToDict(optimizer, preserving_proto_field_name=True)
             mark = fresh_id()
@@ -126,7 +137,7 @@ class Checkpoint:
                 raise
         index.pause_seconds = round(time.monotonic() - begin, 6)
         strategy.counts.checkpoint_pauses.add(index.pause_seconds)
-        return MarkedCheckpoint(strategy, mark, index, {spec.id: spec.name for spec in variables})
+        return MarkedCheckpoint(strategy, mark, index, {spec.id: spec.name for spec in variables}, forgotten)
 
     def _paused(self) -> contextlib.AbstractContextManager[None]:
         """No function runs within the block."""
@@ -153,10 +164,11 @@ class Checkpoint:
                 False: that stays as it is.
 
         Raises:
-            WaitTimeoutError: functions still run after `barrier_timeout`. Nothing was changed.
+            WaitTimeoutError: functions that have begun have not ended after `barrier_timeout`. Nothing was changed.
             MisuseError: functions that have parts of distributed datasets have not ended. Nothing was changed.
             CheckpointError: it is damaged, of another program, or does not fit. Nothing was changed.
-            UnavailableError: a server was lost. If that was during the last step, others have the checkpoint's values.
+            UnavailableError: a server was lost. If that was during the last step, others may have the checkpoint's
+                values, and nothing is saved until this is repeated, or given up with `give_up_restore`.
         """
         path = str(path)
         index = read_index(path)
@@ -169,27 +181,60 @@ class Checkpoint:
         if progress:
             strategy.prepare_progress(index.variables)
         requests = self._plan(index, path, progress)
-        number = fresh_id()
         for request in requests.values():
-            request.id, request.directory = number, path
+            request.directory = path
+        if index.partly_applied:
+            many, last = index.partly_applied, index.partly_applied_last[-1:]
+            logger.warning("%s may have parts of %d functions that had ended, the last: %s", path, many, *last or [""])
+        with self._taking_place(requests, f"the restore of {path}", index.nbytes, positions):
+            strategy.partly_applied.clear()
+            if positions is not None:
+                positions.restored()
+        return index
+
+    def give_up_restore(self) -> None:
+        """Go on with what the servers have, after a restore that was broken off in its last step.
+
+        Some of them may have the checkpoint's values, and others not: from now on that is what is saved.
+
+        Raises:
+            WaitTimeoutError, UnavailableError: as `read`; it is not given up yet.
+        """
+        nothing = {server: ps_pb2.RestoreRequest() for server in range(self.strategy.client.num_servers)}
+        with self._taking_place(nothing, "giving up a restore"):
+            self.strategy.partly_applied.add("a restore", "was broken off in its last step, and given up")
+
+    @contextlib.contextmanager
+    def _taking_place(
+        self,
+        requests: dict[int, ps_pb2.RestoreRequest],
+        what: str,
+        nbytes: int = 0,
+        positions: Positions | None = None,
+    ) -> Iterator[None]:
+        """Within the block the servers have what they were to read, and no function runs yet."""
+        strategy, number = self.strategy, fresh_id()
+        for request in requests.values():
+            request.id = number
         with contextlib.ExitStack() as pause:
             try:
-                strategy.client.restore(requests, index.nbytes)
+                for ahead in _ahead(requests):
+                    strategy.client.restore(ahead)
+                strategy.client.restore(requests, nbytes)
                 reach("coordinator.stage.after")
                 pause.enter_context(self._paused())
+                if positions is not None:
+                    positions.check_idle()
             except BaseException:
                 drops = {server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests}
                 with contextlib.suppress(PsClusterError):
                     strategy.client.restore(drops)
                 raise
-            if positions is not None:
-                positions.check_idle()
-            commits = {server: ps_pb2.RestoreRequest(id=number, commit=True) for server in requests}
-            strategy.client.restore(commits, index.nbytes)
-            reach("coordinator.commit.after")
-            if positions is not None:
-                positions.restored()
-        return index
+            with strategy.restoring(what) as term:
+                commits = {server: ps_pb2.RestoreRequest(id=number, commit=True, term=term) for server in requests}
+                strategy.client.restore(commits, nbytes)
+                reach("coordinator.commit.after")
+            yield
 
     def _check_names(self, index: Index, path: str, partial: bool) -> None:
         known = {variable.name for variable in self.strategy.variables}
@@ -207,7 +252,7 @@ class Checkpoint:
             if variable.name in KEPT and not progress:
                 continue
             if variable.name in index.variables:
-                _plan_variable(variable, index.variables[variable.name], path, requests)
+                _plan_variable(variable, index.variables[variable.name], path, requests, named=progress)
             elif variable.name in KEPT:  # none was kept then: zeros, which say so
                 shard = requests[variable.owners[0]].shards.add(variable=variable.number)
                 shard.arrays.add(array="value")
@@ -215,7 +260,12 @@ class Checkpoint:
 
 
 def _plan_variable(
-    variable: Variable, saved: SavedVariable, path: str, requests: dict[int, ps_pb2.RestoreRequest]
+    variable: Variable,
+    saved: SavedVariable,
+    path: str,
+    requests: dict[int, ps_pb2.RestoreRequest],
+    *,
+    named: bool = True,
 ) -> None:
     if saved.shape != variable.shape or saved.dtype != variable.dtype.name:
         raise CheckpointMisfitError(
@@ -229,8 +279,12 @@ def _plan_variable(
     ]
     tensors = {key: {each.shard: each for each in parts} for key, parts in saved.arrays.items()}
     arrays: dict[tuple[int, str], Any] = {}
+    updates = [dict[int, set[int]]() for _ in shards]  # of each shard, by key of a function
     for move in moves(old, new):
         shard = shards[move.new_shard]
+        for same in saved.named[move.old_shard] if named else ():
+            for function in same.numbers:
+                updates[move.new_shard].setdefault(function, set()).update(same.nth)
         for optimizer, step in saved.steps[move.old_shard].items():
             shard.steps[optimizer] = max(step, shard.steps[optimizer])
         before, here = old.block(move.old_shard), new.block(move.new_shard)
@@ -247,6 +301,26 @@ def _plan_variable(
     for number, shard in enumerate(shards):
         if (number, "value") not in arrays:
             shard.arrays.add(array="value")  # an empty one
+        by_updates: dict[tuple[int, ...], list[int]] = {}
+        for function, nths in updates[number].items():
+            by_updates.setdefault(tuple(sorted(nths)), []).append(function)
+        for nth, keys in by_updates.items():
+            shard.named.add(nth=nth, keys=keys)
+
+
+def _ahead(requests: dict[int, ps_pb2.RestoreRequest]) -> Iterator[dict[int, ps_pb2.RestoreRequest]]:
+    """Take out what functions with keys had done, where that is much: to be sent before, in pieces."""
+    for server, request in requests.items():
+        if sum(len(same.keys) for shard in request.shards for same in shard.named) <= KEYS_AT_ONCE:
+            continue
+        for shard in request.shards:
+            for same in shard.named:
+                for first in range(0, len(same.keys), KEYS_AT_ONCE):
+                    piece = ps_pb2.RestoreRequest(id=request.id, ahead=True)
+                    mine = piece.shards.add(variable=shard.variable, shard=shard.shard)
+                    mine.named.add(nth=same.nth, keys=same.keys[first : first + KEYS_AT_ONCE])
+                    yield {server: piece}
+            shard.ClearField("named")
 
 
 def _tensor(key: str, saved: SavedTensor) -> ps_pb2.CheckpointTensor:
@@ -264,8 +338,16 @@ def _tensor(key: str, saved: SavedTensor) -> ps_pb2.CheckpointTensor:
 class MarkedCheckpoint:
     """A cut that the servers hold, until it is written or another one is made."""
 
-    def __init__(self, strategy: ParameterServerStrategy, mark: int, index: Index, names: dict[int, str]) -> None:
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        mark: int,
+        index: Index,
+        names: dict[int, str],
+        forgotten: Collection[int] = (),
+    ) -> None:
         self._strategy = strategy
+        self._forgotten = forgotten
         self._mark = mark
         self._names = names
         self.index = index
@@ -300,7 +382,7 @@ class MarkedCheckpoint:
                         f"ps {server} has written {name}, which is not here in {path}: the directory must be the same "
                         "for all parameter servers and the coordinator"
                     )
-                index.add_file(name, reply, self._names)
+                index.add_file(name, reply, self._names, self._forgotten)
         except (OSError, ValueError, ImportError) as error:
             raise CheckpointError(f"{path} can't be written: {reason(error)}") from error
         finally:
@@ -541,16 +623,23 @@ class CheckpointManager:
     def restore_or_initialize(self) -> RestoredFrom:
         """What a script does at its start, behind its variables and optimizers: go on with what is best.
 
-        If this coordinator has attached to live variables, they stay. Else the newest checkpoint that is whole is
+        If this coordinator has attached to live variables, they stay, unless the one before it died while it restored
+        a checkpoint. Else the newest checkpoint that is whole is
         restored; of a damaged one the error is logged. Else the initial values are what there is.
 
         Raises:
             CheckpointMisfitError: the newest whole one is of other variables than there are here. To begin with the
                 initial values all the same, give another directory.
         """
-        if self.checkpoint.strategy.resumed:
-            logger.info("going on with the variables that live on the servers")
-            return RestoredFrom.LIVE
+        strategy = self.checkpoint.strategy
+        if strategy.resumed:
+            try:
+                strategy.check_restored()
+            except CheckpointError as error:
+                logger.error("the variables that live on the servers are not gone on with: %s", error)
+            else:
+                logger.info("going on with the variables that live on the servers")
+                return RestoredFrom.LIVE
         with self._alone():
             for path in reversed(self.checkpoints):
                 try:
@@ -562,6 +651,8 @@ class CheckpointManager:
                 else:
                     logger.info("restored %s", path)
                     return RestoredFrom.CHECKPOINT
+        if strategy.resumed:  # and not whole: these are no initial values
+            strategy.check_restored()
         logger.info("there is no checkpoint in %s: beginning with the initial values", self.directory)
         return RestoredFrom.NOTHING
 

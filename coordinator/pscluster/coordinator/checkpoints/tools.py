@@ -10,8 +10,8 @@ from typing import Any
 
 import fsspec
 import numpy as np
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pscluster.coordinator.checkpoints.folder import reason, there
 from pscluster.coordinator.checkpoints.index import (
@@ -24,6 +24,7 @@ from pscluster.coordinator.checkpoints.index import (
 )
 from pscluster.coordinator.render import rendered
 from pscluster.core.errors import CheckpointError
+from pscluster.core.shown import shown
 from pscluster.ps.checkpoints.tensor_files import (
     CHUNK_BYTES,
     Array,
@@ -37,24 +38,29 @@ from pscluster.ps.rules import RULES
 
 _FILE_BYTES = 4 << 30  # of a merged file, about
 _LEAST_READ_BYTES = 64 << 10
+_MOST_NAMED = 20  # by `inspect`, of functions that were applied in part
 
 
 def inspect(path: str) -> str:
     """A table of what is in it. CheckpointError if its index can't be read."""
     index = read_index(path)
-    table = Table("variable", "type", "shape", "shards", "also", "bytes", title=f"{escape(path)}: {index.created}")
+    table = Table("variable", "type", "shape", "shards", "also", "bytes", title=Text(shown(f"{path}: {index.created}")))
     for variable in index.variables.values():
         also = sorted(key for key in variable.arrays if key != "value")
         size = sum(tensor.bytes for tensors in variable.arrays.values() for tensor in tensors)
         shape = "x".join(map(str, variable.shape)) or "scalar"
         shards = str(variable.partition.num_shards)
-        table.add_row(escape(variable.name), variable.dtype, shape, shards, escape(", ".join(also)), f"{size:,}")
+        row = (variable.name, variable.dtype, shape, shards, ", ".join(also), f"{size:,}")
+        table.add_row(*(Text(shown(cell)) for cell in row))
     rules = ", ".join(f"{name} ({each.get('rule', '?')})" for name, each in index.optimizers.items()) or "none"
     lines = [
         rendered(table, 140),
-        f"optimizers: {rules}",
+        f"optimizers: {shown(rules)}",
         f"{len(index.files)} files, {index.nbytes:,} bytes; functions paused for {index.pause_seconds:.3f} s",
     ]
+    if index.partly_applied:
+        lines.append(f"functions that had ended, and may have left a part of their updates: {index.partly_applied:,}")
+        lines += [f"  {shown(each)}" for each in index.partly_applied_last[-_MOST_NAMED:]]
     return "\n".join(lines)
 
 

@@ -20,7 +20,8 @@ from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.core.web import CertificateFiles, Visitors
 
 MAX_CONNECTIONS = 128
-"""For one more the oldest that may not look yet is closed, or else that one: who opens thousands harms nobody else."""
+"""For one more the oldest that may not look yet is closed. Where there is none: the oldest of all if no token is asked
+for, else that one. So whoever holds all places keeps nobody out; a page that is closed connects again by itself."""
 
 WELCOME_SECONDS = 10.0
 """Who has not asked for anything that it may see by then is closed: TLS's handshake is part of it."""
@@ -159,8 +160,15 @@ class Site:
         for protocol in [protocol for protocol, guest in self._guests.items() if guest.connection.fileno() < 0]:
             self._guests.pop(protocol).task.cancel()
         if len(self._guests) >= MAX_CONNECTIONS:
-            for protocol in [protocol for protocol, guest in self._guests.items() if not guest.welcome.is_set()][:1]:
-                self._guests.pop(protocol).task.cancel()
+            closing = [protocol for protocol, guest in self._guests.items() if not guest.welcome.is_set()]
+            if not closing and not self._visitors.need_token:  # with a token, all who are here have shown it
+                closing = list(self._guests)
+            for protocol in closing[:1]:
+                guest = self._guests.pop(protocol)
+                guest.task.cancel()
+                if guest.welcome.is_set():
+                    with contextlib.suppress(OSError):
+                        guest.connection.shutdown(socket.SHUT_RDWR)  # its transport finds the end, and closes it
         return len(self._guests) < MAX_CONNECTIONS
 
     async def _let_in(self, connection: socket.socket, protocol: asyncio.Protocol, welcome: asyncio.Event) -> None:

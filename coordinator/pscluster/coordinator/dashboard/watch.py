@@ -107,7 +107,7 @@ class Watch:
         if strategy is None or self._ended:
             return
         if self._asker is None:
-            self._asker = Asker(strategy.tasks, strategy.metadata)
+            self._asker = Asker(strategy.tasks)
         asker, self._asked_at = self._asker, time.monotonic()
         del strategy
         answers = await asyncio.get_running_loop().run_in_executor(None, asker.ask, BUSIEST, ANSWER_SECONDS)

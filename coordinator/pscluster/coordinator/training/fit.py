@@ -31,6 +31,7 @@ from pscluster.coordinator.distributed import DataPart, DistributedDataset
 from pscluster.coordinator.observed import Training
 from pscluster.coordinator.progress import ProgressLine, choose_console
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.strategy import HOPELESS
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
@@ -38,6 +39,7 @@ from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Over
 from pscluster.coordinator.training.state import TrainingState
 from pscluster.core.definitions import name_of, partial_of
 from pscluster.core.errors import CancelledError, FunctionError, MisuseError, PsClusterError
+from pscluster.core.shown import shown
 from pscluster.ps.metrics import MetricLike
 from pscluster.worker.evaluation import by_name
 from pscluster.worker.training import StepLogs, logs_of_steps
@@ -293,7 +295,7 @@ class Fit:
         self._training.keep = self._keep
         self._history = History(epochs=epochs, steps=steps)
         self._state = TrainingState(coordinator.strategy, coordinator.trainings_ended + 1)
-        self._interrupts = Interrupts(coordinator.strategy.hopeless)
+        self._interrupts = Interrupts(self._hopeless)
         self._pending: deque[tuple[RemoteValue, _Work]] = deque()
         self._line: ProgressLine | None = None
         self._dispatch_seconds = DISPATCH_SECONDS
@@ -393,7 +395,7 @@ class Fit:
         if self._verbose:
             numbers = "".join(f"  {name} {value:.4g}" for name, value in logs.items() if isinstance(value, float | int))
             text = f"{label}  {steps} steps in {seconds:.1f} s{numbers}"
-            choose_console().print(text, highlight=False, markup=False, soft_wrap=True)
+            choose_console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
         state.epoch, state.steps, state.totals, state.stopped = epoch + 1, 0, {}, self._training.stop_training
         self._keep()
 
@@ -543,6 +545,12 @@ class Fit:
         return logs
 
     # Before its time
+
+    def _hopeless(self) -> str:
+        """Why what has begun will not end; empty: it may."""
+        strategy = self._coordinator.strategy
+        stranded = "" if strategy.dispatcher is None else strategy.dispatcher.stranded(HOPELESS)
+        return strategy.hopeless() or stranded
 
     def _stop(self) -> None:
         """What has not begun is given back; the logs of what ran are taken."""

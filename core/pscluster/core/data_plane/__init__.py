@@ -22,7 +22,8 @@ way is found by TCP, as for gRPC: what is not acknowledged for 20 s, and 50 s of
     client  idle --CALL--> open --END--> ended --STATUS--> idle
                            open, ended --cancel, close, a broken connection--> gone
                            open --STATUS--> gone: what the client is still sending would be taken for the next call
-    server  idle --CALL--> in the handler --it returns, aborts or raises--> STATUS; what comes before END is dropped
+    server  new --HANDSHAKE, PROOF--> idle; anything else is answered with a STATUS, and the connection closed
+            idle --CALL--> in the handler --it returns, aborts or raises--> STATUS; what comes before END is dropped
             any  --the client is gone--> the context has ended, its callbacks are called; the handler's next read or
                                          write raises
             idle, and no call was ever accepted, for 10 s --> closed

@@ -27,15 +27,21 @@ from pscluster.core.data_plane.connection import (
     supported,
     tuned,
 )
-from pscluster.core.errors import ProtocolError
+from pscluster.core.errors import ProtocolError, UnavailableError
 from pscluster.core.frames import Buffer
+from pscluster.core.security.handshake import UNPROVEN, Secret, accept_reply, make_request
 from pscluster.core.streams import CODES, Metadata, StreamEndedError
-from pscluster.v1 import data_plane_pb2, node_pb2
+from pscluster.v1 import authentication_pb2, data_plane_pb2, node_pb2
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
 """So long it is tried to reach the port: whoever is behind a firewall that drops packets waits as long, once."""
+
+HANDSHAKE_SECONDS = 5.0
+"""So long the server there may take for it."""
+
+_MAX_HANDSHAKE_BYTES = 4 << 10
 
 AVOID_SECONDS = 60.0
 """So long a port that could not be reached is left alone, then twice as long, and so on: a try may be a wait."""
@@ -196,10 +202,12 @@ _StreamT = TypeVar("_StreamT", bound=DataStream)
 class DataPort:
     """One role's data plane, as a client has it: where it is, and the connections that no call uses. Thread-safe."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, token: str | None = None) -> None:
         self._name = name
+        self._secret = None if token is None else Secret.of(token)
         self._lock = threading.Lock()
         self._where: tuple[str, int] | None = None
+        self._boot_id = 0  # of the process there; 0: it is not known
         self._idle: list[Connection] = []
         self._avoid_until, self._avoid_seconds = 0.0, AVOID_SECONDS
         self._reached = False  # has a connection to where it is come about?
@@ -208,6 +216,7 @@ class DataPort:
     def learn(self, peer: PeerAddress, said: node_pb2.HelloReply | node_pb2.AttachEvent) -> None:
         """Where it is, as the role itself has said to who dialled it as this peer."""
         same = peer.tls is None and said.address == peer.address
+        self._boot_id = said.identity.incarnation
         self.is_at(split_address(peer.address)[0], said.data_port if same else 0)
 
     def is_at(self, host: str, port: int) -> None:
@@ -256,10 +265,42 @@ class DataPort:
         except OSError as error:
             self.avoid(str(error), where)
             return None
+        if self._secret is not None:
+            try:
+                self._shake_hands(found, self._secret, where, self._boot_id)
+            except (OSError, ProtocolError, DecodeError, UnavailableError) as error:
+                found.break_off()
+                self.avoid(str(error), where, ask_again=False)
+                return None
         with self._lock:
             if where == self._where:
                 self._avoid_seconds, self._reached = AVOID_SECONDS, True
         return found
+
+    @staticmethod
+    def _shake_hands(connection: Connection, secret: Secret, where: tuple[str, int], boot_id: int = 0) -> None:
+        """Have both sides prove that they know the token, before all else. Raises where the server does not."""
+        host, port = where
+        request = make_request(secret, f"{host}:{port}")
+        most, connection.limit = connection.limit, _MAX_HANDSHAKE_BYTES
+        late = threading.Timer(HANDSHAKE_SECONDS, connection.shut)  # of all of it, however it trickles
+        late.daemon = True
+        late.start()
+        try:
+            connection.send((Kind.HANDSHAKE, (request.SerializeToString(),)))
+            kind, body = connection.receive()
+        finally:
+            late.cancel()
+        if kind is Kind.STATUS:
+            raise UnavailableError(data_plane_pb2.DataStatus.FromString(body).details)
+        if kind is not Kind.HANDSHAKE:
+            raise UnavailableError(UNPROVEN)
+        reply = authentication_pb2.HandshakeReply.FromString(body)
+        session = accept_reply(secret, request, reply)
+        if boot_id not in (0, reply.boot_id):
+            raise UnavailableError(UNPROVEN)
+        connection.send((Kind.PROOF, (session.keys.data_proof(),)))
+        connection.limit = most
 
     def avoid(self, why: str, failed: tuple[str, int] | None, *, ask_again: bool = True) -> None:
         """Have calls go another way for a while, unless it is elsewhere by now than where it failed.

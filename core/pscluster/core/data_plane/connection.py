@@ -34,6 +34,8 @@ class Kind(IntEnum):
     MESSAGE = 2
     END = 3
     STATUS = 4
+    HANDSHAKE = 5
+    PROOF = 6
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -128,8 +130,12 @@ class Connection:
         """Send what was left. Waits for room; OSError if the connection is broken."""
         self._socket.sendall(data)
 
-    def receive(self, place: Place | None = None) -> tuple[Kind, bytes]:
+    def receive(self, place: Place | None = None, announce: Callable[[int], None] | None = None) -> tuple[Kind, bytes]:
         """Wait for a packet; of a message that a place has taken there is nothing left.
+
+        Args:
+            place: see there.
+            announce: called with a packet's size before any memory is taken for it.
 
         Raises:
             ClosedError: there will be no more.
@@ -143,6 +149,8 @@ class Connection:
             raise StrangerError("what came is no packet of the data plane")
         if size > self.limit:
             raise ProtocolError(f"a message of {size:,} bytes, the limit is {self.limit:,}")
+        if announce is not None:
+            announce(size)
         if place is None or kind is not Kind.MESSAGE:
             return kind, self._exactly(size) if size else b""
         self._put(place, size)

@@ -24,10 +24,12 @@ class DataContext(grpc.ServicerContext):
 
     Attributes:
         place: where the next messages go; the handler reads b"" instead of each. None: to the handler.
+        has_room: the handler has taken memory for all messages that follow: they are not counted one by one.
     """
 
     takes_parts = True  # a handler may answer with a list of buffers, instead of joining them
     place: Place | None = None
+    has_room = False
 
     def __init__(self, connection: Connection, peer: str, call: data_plane_pb2.DataCall) -> None:
         self._connection = connection

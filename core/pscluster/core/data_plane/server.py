@@ -1,13 +1,14 @@
 """The server's side of the data plane: a port, a thread for each connection, gRPC's handlers and interceptors.
 
-Strangers, who have not made a call that was accepted, are few at a time, may only send a small packet, and are closed
-after a while, the oldest first where there are many.
+Strangers, who have not proved that they know the token or, where there is none, made a call, are few at a time, may
+only send a small packet, and are closed after a while, the oldest first where there are many.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hmac
 import logging
 import select
 import socket
@@ -19,12 +20,16 @@ from typing import Any, NamedTuple
 import grpc
 from google.protobuf.message import DecodeError
 
+from pscluster.core.admission import Admission, Waiting
 from pscluster.core.data_plane.connection import ClosedError, Connection, Kind, tuned
 from pscluster.core.data_plane.context import DataContext, HandlerAborted
-from pscluster.core.errors import ProtocolError
+from pscluster.core.errors import KIND_METADATA, AuthenticationError, ProtocolError, kind_of
 from pscluster.core.frames import Buffer
-from pscluster.core.limits import HANDSHAKE_SECONDS, MAX_CALL_BYTES, MAX_MESSAGE_BYTES, data_connections
-from pscluster.v1 import data_plane_pb2
+from pscluster.core.limits import HANDSHAKE_SECONDS, MAX_CALL_BYTES, MAX_MESSAGE_BYTES, MAX_METADATA, data_connections
+from pscluster.core.security.authenticator import Authenticator, Refused, refusal
+from pscluster.core.security.handshake import ServerSession
+from pscluster.core.security.refusals import HOLD_SECONDS
+from pscluster.v1 import authentication_pb2, data_plane_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +37,7 @@ MAX_STRANGERS = 64
 """Connections at a time on which no call was accepted yet."""
 
 _LOOK_SECONDS = 1.0
+_SMALL_BYTES = 4 << 10  # of a message that is coming; as many connections as there are may hold that each
 
 Parts = bytes | Sequence[Buffer]
 """An answer; see `DataContext.takes_parts`."""
@@ -69,10 +75,21 @@ class _Peer:
         """Has no call of it been accepted, and may one still be?"""
         return not (self.known or self.turned_out)
 
+    def cancel(self) -> None:
+        """End it: its client's token is accepted no more."""
+        self.connection.shut()
+        self.gone()
+
     def turn_out(self) -> None:
         """Its thread finds that it is closed."""
         self.turned_out = True
         self.connection.shut()
+
+    def hold(self, seconds: float) -> None:
+        """Wait for so long, or until it is closed, by whichever side."""
+        waiting = select.poll()
+        waiting.register(self.connection.fileno(), select.POLLRDHUP)
+        waiting.poll(seconds * 1000)
 
     def gone(self) -> None:
         """Nobody is on the other side any more."""
@@ -88,7 +105,10 @@ class DataServer:
         port: 0: any free one.
         handlers: gRPC's own; their unary methods are served, too.
         interceptors: as of a gRPC server: the first is asked first.
-        refusals: what an interceptor gives for the calls of strangers.
+        authenticator: of whom clients have to prove themselves to; None: whoever calls is served.
+        admission: bounds what is held of messages that are coming.
+        message_bytes: what a message may have.
+        refused: is told of every connection that was refused; is it to be answered?
 
     Raises:
         OSError: it can't listen there.
@@ -100,8 +120,14 @@ class DataServer:
         port: int,
         handlers: Sequence[grpc.GenericRpcHandler],
         interceptors: Sequence[grpc.ServerInterceptor],
-        refusals: Sequence[grpc.RpcMethodHandler[Any, Any]] = (),
+        authenticator: Authenticator | None = None,
+        *,
+        admission: Admission | None = None,
+        message_bytes: int = MAX_MESSAGE_BYTES,
+        refused: Refused = lambda _peer, **_how: True,
     ) -> None:
+        self._admission, self._message_bytes = admission, message_bytes
+
         def find(details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
             found = (handler.service(details) for handler in handlers)
             return next((handler for handler in found if handler is not None), None)
@@ -109,7 +135,7 @@ class DataServer:
         lookup: Lookup = find
         for interceptor in reversed(interceptors):
             lookup = functools.partial(interceptor.intercept_service, lookup)
-        self._lookup, self._refusals = lookup, refusals
+        self._lookup, self._authenticator, self._refused = lookup, authenticator, refused
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # a call has ended
         self._peers: set[_Peer] = set()
@@ -216,11 +242,12 @@ class DataServer:
     # Calls
 
     def _serve(self, peer: _Peer) -> None:
+        session = None
         try:
+            if self._authenticator is not None:
+                session = self._shake_hands(peer, self._authenticator)
             while True:
                 self._call(peer)
-        except ClosedError:
-            pass
         except (OSError, DecodeError, ProtocolError, CallBrokenError) as error:
             logger.debug("%s: %s", peer.name, error)
         except Exception:
@@ -228,6 +255,41 @@ class DataServer:
         finally:
             peer.gone()
             self._drop(peer)
+            if session is not None and self._authenticator is not None:
+                self._authenticator.leave(session, peer)
+
+    def _shake_hands(self, peer: _Peer, authenticator: Authenticator) -> ServerSession:
+        """Have the client prove that it knows the token. Raises where it has not."""
+        kind, body = peer.connection.receive()
+        try:
+            if kind is not Kind.HANDSHAKE:
+                raise refusal()
+            try:
+                request = authentication_pb2.HandshakeRequest.FromString(body)
+            except DecodeError:
+                raise refusal() from None
+            session = authenticator.open(request)
+        except (AuthenticationError, ProtocolError) as error:
+            if not self._refused(peer.name):
+                peer.hold(HOLD_SECONDS)
+                raise ClosedError("no client of ours") from None
+            word, code = kind_of(error)
+            trailing = [data_plane_pb2.DataMetadata(key=KIND_METADATA, value=word)]
+            self._answer(peer, data_plane_pb2.DataStatus(code=code.value[0], details=str(error), trailing=trailing))
+            raise ClosedError("no client of ours") from None
+        self._send(peer, Kind.HANDSHAKE, session.reply.SerializeToString())
+        kind, body = peer.connection.receive()
+        if kind is not Kind.PROOF or not hmac.compare_digest(body, session.keys.data_proof()):
+            if not self._refused(peer.name):
+                peer.hold(HOLD_SECONDS)
+            raise ClosedError("no client of ours")
+        if not authenticator.claim(session, peer):
+            raise ClosedError("another connection's proof, or its token is accepted no more")
+        self._accept_peer(peer)
+        return session
+
+    def _accept_peer(self, peer: _Peer) -> None:
+        peer.known, peer.connection.limit = True, self._message_bytes
 
     def _call(self, peer: _Peer) -> None:
         """Serve one call. Raises where no other may follow."""
@@ -235,27 +297,30 @@ class DataServer:
         if kind is not Kind.CALL or len(body) > MAX_CALL_BYTES:
             raise ProtocolError(f"a call was to begin, and {kind.name} of {len(body)} bytes came")
         call = data_plane_pb2.DataCall.FromString(body)
+        if len(call.metadata) > MAX_METADATA:
+            raise ProtocolError(f"a call with {len(call.metadata):,} pairs of metadata, the limit is {MAX_METADATA}")
         context = DataContext(peer.connection, peer.name, call)
         with self._lock:
             if self._over:
                 raise ClosedError("no more calls are taken here")
             peer.context, peer.busy = context, True
-        requests = _Requests(peer.connection, context)
+        requests = _Requests(peer.connection, context, self._admission)
         try:
             details: Any = _Details(call.path, context.invocation_metadata())
             handler = self._lookup(details)
             if handler is None:
                 context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-            if handler not in self._refusals:
-                peer.known, peer.connection.limit = True, MAX_MESSAGE_BYTES
+            self._accept_peer(peer)
             for answer in _answers(handler, requests, context):
                 self._send(peer, Kind.MESSAGE, answer)
             status = context.status(None)
+        except CallBrokenError as error:
+            raise ClosedError(f"the caller has gone: {error}") from None
         except HandlerAborted as error:  # which is not kept: it knows all that the handler had
             status = context.status(error)
         except Exception as error:
             if requests.broken or not context.is_active():
-                raise ClosedError("the caller has gone") from error
+                raise ClosedError(f"the caller has gone: {error}") from None
             logger.exception("%s failed", call.path)
             status = context.status(error)
         peer.context = None
@@ -290,8 +355,9 @@ def _status(code: grpc.StatusCode, details: str) -> data_plane_pb2.DataStatus:
 class _Requests:
     """The messages of a call, until the client says that there are no more. Raises if it breaks off."""
 
-    def __init__(self, connection: Connection, context: DataContext) -> None:
-        self._connection, self._context = connection, context
+    def __init__(self, connection: Connection, context: DataContext, admission: Admission | None = None) -> None:
+        self._connection, self._context, self._admission = connection, context, admission
+        self._waiting: Waiting | None = None
         self._ended = False
         self.broken = False
 
@@ -302,10 +368,14 @@ class _Requests:
         if self._ended:
             raise StopIteration
         try:
-            kind, body = self._connection.receive(self._context.place)
+            kind, body = self._connection.receive(self._context.place, self._announce)
         except (OSError, ProtocolError) as error:
             self.broken = True
             raise CallBrokenError(str(error)) from None
+        finally:
+            if self._waiting is not None and self._admission is not None:
+                self._admission.leave(self._waiting)
+                self._waiting = None
         if kind is Kind.END:
             self._ended, self._context.place = True, None
             raise StopIteration
@@ -313,6 +383,11 @@ class _Requests:
             self.broken = True
             raise CallBrokenError(f"{kind.name} within a call")
         return body
+
+    def _announce(self, size: int) -> None:
+        """A message of so many bytes comes: small ones are not worth counting."""
+        if size > _SMALL_BYTES and self._admission is not None and not self._context.has_room:
+            self._waiting = self._admission.enter(self._context, size)
 
     def drop_rest(self) -> None:
         """What the client still sends is of a call that is over."""

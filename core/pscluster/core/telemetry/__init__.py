@@ -98,6 +98,7 @@ _OF_ALL_ROLES = (
     Figure("cpu_seconds_total", "counter", "processor time of the process, all threads"),
     Figure("threads", "gauge", "Python threads of the process"),
     Figure("uptime_seconds", "gauge", "since the role began"),
+    Figure("refused_calls_total", "counter", "calls refused for want of the cluster token, on either port"),
     Figure("ready", "gauge", "1 where /readyz says so, else 0"),
 )
 
@@ -114,6 +115,7 @@ class Telemetry(ABC):
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._why_not: Callable[[], str] = lambda: "it is starting"
+        self._refusals: Callable[[], int] = lambda: 0
 
     @abstractmethod
     def own(self) -> Snapshot:
@@ -127,6 +129,10 @@ class Telemetry(ABC):
         """From now on this says whether the role is ready, as `not_ready` does."""
         self._why_not = why_not
 
+    def ask_refusals(self, count: Callable[[], int]) -> None:
+        """From now on this says how many calls were refused."""
+        self._refusals = count
+
     def snapshot(self) -> Snapshot:
         """All figures, by name; see `Snapshot` for what they look like."""
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -136,6 +142,7 @@ class Telemetry(ABC):
             "cpu_seconds_total": used.ru_utime + used.ru_stime,
             "threads": threading.active_count(),
             "uptime_seconds": time.monotonic() - self._began,
+            "refused_calls_total": self._refusals(),
             "ready": int(not self.not_ready()),
         }
 

@@ -2,11 +2,15 @@
 
     nothing --mark(id)--> marked(id) --write(id)--> nothing     the file is there, and what is in it is told
                                     \\--drop, or another mark--> nothing
-    nothing --stage(id)--> staged(id) --commit(id)--> nothing   shards, slots and steps are those of the checkpoint
+    nothing --stage(id)--> staged(id) --commit(id)--> nothing   shards, slots, steps and what is remembered of updates
+                                                                by functions with keys are those of the checkpoint
                                      \\--drop, or another stage--> nothing
 
 Marking takes no time to speak of: updates that come later save the old bytes before they change them. What is staged
 lies beside what there is, so that a checkpoint which turns out to be damaged changes nothing.
+
+A commit opens a new term before it changes anything: an update of an earlier one, delayed on its way or between two
+shards, is refused, or is on a shard whose values are still to be replaced. The term is kept with the state.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.core.errors import CheckpointMisfitError, StaleError
+from pscluster.core.errors import CheckpointMisfitError, StaleError, UnavailableError
 from pscluster.ps.checkpoints.tensor_files import Array, TensorToWrite, WrittenTensor, read, tensor_name, write
 from pscluster.ps.durable.capture import Capture
 from pscluster.ps.rules import compute_dtype, new_slots
@@ -39,6 +43,11 @@ class _MarkedShard:
     capture: Capture
     updates: int
     steps: Mapping[int, int]
+    named: Mapping[int, frozenset[int]]  # by key of a function, which of its updates were applied
+
+
+_Named = dict[tuple[int, int], dict[int, set[int]]]
+"""By variable and shard, by key of a function: which of its updates were applied."""
 
 
 @dataclass(slots=True)
@@ -62,6 +71,7 @@ class Parts:
         self._lock = threading.Lock()
         self._marked: dict[int, list[_MarkedShard]] = {}
         self._staged: dict[int, _Staged] = {}
+        self._named: tuple[int, _Named] = -1, {}  # of what is, or is to be, staged under that number
         # What became of the last of each: a copy of a request has the same answer, and a late one does nothing.
         # Before the first one there is none, and no request names -1.
         self._written: tuple[int, Future[ps_pb2.CheckpointReply]] = -1, Future()
@@ -81,7 +91,9 @@ class Parts:
             for index, shard in held.shards.items():
                 with shard.lock:
                     capture = shard.capture(store.spill)
-                    marked.append(_MarkedShard(held, index, shard, capture, shard.updates, dict(shard.steps)))
+                    with store.ledger() as ledger:
+                        named = ledger.named(held.spec.id, index)
+                    marked.append(_MarkedShard(held, index, shard, capture, shard.updates, dict(shard.steps), named))
         with self._lock:
             same = self._marked.pop(number, ())  # by a copy of the request, at the same time
             self._marked[number] = marked
@@ -119,6 +131,11 @@ class Parts:
                 shard = reply.shards.add(variable=each.held.spec.id, shard=each.number, updates=each.updates)
                 for optimizer, step in each.steps.items():
                     shard.steps[names[optimizer]] = step
+                by_updates: dict[frozenset[int], list[int]] = {}
+                for number, nths in each.named.items():
+                    by_updates.setdefault(nths, []).append(number)
+                for nths, keys in by_updates.items():
+                    shard.named.add(nth=sorted(nths), keys=keys)
                 for key, array in each.capture.arrays.items():
                     named = _by_name(key, names)
                     name = f"{tensor_name(each.held.spec.name, named)}/part_{each.number}"
@@ -138,6 +155,7 @@ class Parts:
         self._forget_marked()
         with self._lock:
             self._staged.clear()
+            self._named = -1, {}
             self._over.clear()
 
     def drop_mark(self, number: int) -> None:
@@ -151,6 +169,7 @@ class Parts:
         """Of this one: it is not to take the place of what there is."""
         with self._lock:
             self._staged.pop(number, None)
+            self._named = -1, {}
             self._over = {number}
 
     def _forget_marked(self) -> None:
@@ -158,6 +177,19 @@ class Parts:
             marked, self._marked = self._marked, {}
         for each in marked.values():
             _release(each)
+
+    def name(self, number: int, shards: Sequence[ps_pb2.RestoreShard]) -> None:
+        """Take what functions with keys had done to these shards: with what is staged, or ahead of it, in several."""
+        with self._lock:
+            if number in self._over:
+                return
+            if self._named[0] != number:
+                self._named = number, {}
+            for item in shards:
+                of_shard = self._named[1].setdefault((item.variable, item.shard), {})
+                for same in item.named:
+                    for key in same.keys:
+                        of_shard.setdefault(key, set()).update(same.nth)
 
     def stage(
         self, store: Store, number: int, shards: Sequence[ps_pb2.RestoreShard], where: Callable[[str], str]
@@ -167,6 +199,7 @@ class Parts:
             if number in self._over:
                 return
             self._staged.clear()
+        self.name(number, shards)
         staged = _Staged(store)
         numbers = {name: optimizer for optimizer, name in _optimizer_names(store).items()}
         wanted: dict[tuple[str, str], list[tuple[ps_pb2.RestoreSource, Array]]] = {}
@@ -209,11 +242,12 @@ class Parts:
             if number not in self._over:
                 self._staged[number] = staged
 
-    def commit(self, store: Store, number: int) -> None:
-        """What was staged takes the place of what there is."""
+    def commit(self, store: Store, number: int, term: int) -> None:
+        """What was staged takes the place of what there is, under a new term. UnavailableError if nothing is."""
         with self._lock:
-            staged = self._staged.pop(number, None)
+            staged, (_, named) = self._staged.pop(number, None), self._named
             if staged is not None:
+                self._named = -1, {}
                 self._committed, self._over = (number, Future()), {number}
             last, done = self._committed
         if staged is None and last == number:
@@ -221,16 +255,20 @@ class Parts:
             return
         with _told(done):
             if staged is None or staged.store is not store:
-                raise StaleError(f"nothing is staged under {number} on ps {store.index}: the server was restarted")
-            self._commit(store, staged)
+                raise UnavailableError(
+                    f"ps {store.index} has nothing to restore any more, since it was restarted: restore again"
+                )
+            self._commit(store, staged, named, term)
             done.set_result(None)
 
     @staticmethod
-    def _commit(store: Store, staged: _Staged) -> None:
+    def _commit(store: Store, staged: _Staged, named: _Named, term: int) -> None:
+        with store.ledger() as ledger:
+            ledger.open_term(term)
         for (shard, arrays, steps), place in zip(staged.arrays, staged.places, strict=True):
             with shard.lock:
                 with store.ledger() as ledger:
-                    ledger.forget_keys_of(*place)
+                    ledger.replace(*place, named.get(place, {}))
                 shard.before_change()
                 shard.updates += 1
                 shard.changes += 1

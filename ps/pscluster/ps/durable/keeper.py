@@ -25,7 +25,7 @@ from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterErro
 from pscluster.core.fault_points import reach
 from pscluster.core.telemetry import Histogram
 from pscluster.ps.durable.files import DamagedError, DataFile, StateDirectory
-from pscluster.ps.durable.log import Log, records
+from pscluster.ps.durable.log import Dropped, Log, lost_in, records
 from pscluster.ps.durable.plan import Durability, SavePlan
 from pscluster.ps.durable.state import (
     captured,
@@ -193,8 +193,9 @@ class Keeper:
                 )
             return None
         manifest, store = found
+        paths, dropped = [self._directory.log_file(number) for number in segments], Dropped()
         try:
-            logged, epoch = self._replay(store, manifest, segments, newest=not damaged)
+            logged, epoch = self._replay(store, manifest, paths, dropped, newest=not damaged)
         except DamagedError as error:
             if self.options.kind is Durability.LOG:
                 raise ConfigurationError(
@@ -202,10 +203,11 @@ class Keeper:
                     "--durability snapshot"
                 ) from None
             logger.error("%s: the updates behind the last generation are lost", error)
+            dropped = lost_in(paths, manifest.generation)
             store, logged = restored(manifest, self._directory.read_all(manifest)), 0
             epoch = manifest.epoch
             self._plan.changed()  # the next generation stands without it
-        settle_losses(store, manifest, self._directory.losses())
+        settle_losses(store, manifest, self._directory.losses(), dropped)
         lineage = Lineage(manifest.holding, manifest.lineage, epoch, manifest.job_name)
         self._job = _Job(store, lineage, saved=manifest, sizes=_sizes(manifest))
         words = f"its state of {max(time.time() - manifest.saved_at, 0):.1f} s ago"
@@ -220,18 +222,17 @@ class Keeper:
         return Restored(store, lineage, words)
 
     def _replay(
-        self, store: Store, manifest: state_pb2.Manifest, segments: list[int], *, newest: bool
+        self, store: Store, manifest: state_pb2.Manifest, paths: list[Path], dropped: Dropped, *, newest: bool
     ) -> tuple[int, int]:
         """Apply the log, whatever is chosen now: what was acknowledged under another choice counts, too.
 
         Returns:
             How many updates of shards that were, and the epoch of the coordinator that the job has behind them.
         """
-        assert self._directory is not None
         if not manifest.logged:
             return 0, manifest.epoch
-        paths = [self._directory.log_file(number) for number in segments]
-        return replayed(store, manifest, records(paths, manifest.generation, cut=True), newest=newest)
+        found = records(paths, manifest.generation, cut=True, dropped=dropped)
+        return replayed(store, manifest, found, newest=newest)
 
     def begin(self, store: Store, lineage: Lineage) -> None:
         """A new job: what was kept of the one before goes."""
@@ -387,6 +388,12 @@ class Keeper:
             self._plan.changed()
             self._plan.ask()
             self._changed.notify_all()
+
+    def write_losses(self) -> None:
+        """Have it written down what is lost, if more is known than is written."""
+        with self._changed:
+            if self._lost_more():
+                self._changed.notify_all()
 
     def _note_change(self) -> None:
         if self._directory is None:

@@ -12,7 +12,9 @@ from pscluster.core.errors import PsClusterError
 from pscluster.core.frames import padding
 from pscluster.ps.durable.capture import Capture
 from pscluster.ps.durable.files import Array, DamagedError
+from pscluster.ps.durable.log import Dropped
 from pscluster.ps.ledger import Origin
+from pscluster.ps.losses import UNKNOWN
 from pscluster.ps.payload import Payload
 from pscluster.ps.shard import Shard
 from pscluster.ps.store import HeldOptimizer, HeldVariable, Placed, Store, partition_of
@@ -30,6 +32,7 @@ def manifest_of(
     """Everything but the shards."""
     manifest = state_pb2.Manifest(server=store.index, job=store.job)
     with store.ledger() as ledger:
+        manifest.term = ledger.term
         manifest.closed.extend(ledger.closed)
         for start, stop in ledger.finished:
             manifest.finished_starts.append(start)
@@ -116,6 +119,7 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
             except PsClusterError as error:  # its module is not here any more, or another version: it is sent again
                 logger.warning("the rule of optimizer %r is awaited: %s", known.spec.name, error)
     with store.ledger() as ledger:
+        ledger.open_term(manifest.term)
         for saved in manifest.shards:
             for keys in saved.keys:
                 origin = Origin(keys.incarnation, keys.function, keys.sequence, keys.key)
@@ -133,21 +137,39 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
 
 def losses_of(store: Store, holding: int) -> state_pb2.SavedLosses:
     """What is known to be lost."""
-    losses = state_pb2.SavedLosses(holding=holding)
-    for (variable, shard), updates in dict(store.losses.total).items():
-        losses.lost.add(variable=variable, shard=shard, updates=updates)
+    known = store.losses
+    losses = state_pb2.SavedLosses(holding=holding, life=known.before[-1] if known.before else 0)
+    for (variable, shard), updates in dict(known.total).items():
+        losses.lost.add(variable=variable, shard=shard, updates=updates, since=known.since.get((variable, shard), 0))
     return losses
 
 
-def settle_losses(store: Store, manifest: state_pb2.Manifest, losses: state_pb2.SavedLosses | None) -> None:
-    """All that was kept is in the store: what clients know of beyond that is lost, besides what was known to be."""
+def settle_losses(
+    store: Store, manifest: state_pb2.Manifest, losses: state_pb2.SavedLosses | None, dropped: Dropped
+) -> None:
+    """All that was kept is in the store: what clients know of beyond that is lost, besides what was known to be.
+
+    Args:
+        losses: what was known to be lost before.
+        dropped: what the log has lost now.
+    """
     counts = {
         (held.spec.id, number): shard.updates for held in store.held()[0] for number, shard in held.shards.items()
     }
-    lost = {}
+    lost, since = {}, {}
     if losses is not None and losses.holding == manifest.holding:
         lost = {(each.variable, each.shard): each.updates for each in losses.lost}
-    store.losses.restore(manifest.lives, counts, lost)
+        if manifest.lives and losses.life == manifest.lives[-1]:
+            since = {(each.variable, each.shard): each.since for each in losses.lost}
+    found = {
+        (variable, shard): more
+        for (holding, variable, shard), updates in dropped.updates.items()
+        if holding == manifest.holding
+        and (more := sum(number > counts.get((variable, shard), number) for number in updates))
+    }
+    if dropped.unknown:
+        found[UNKNOWN] = dropped.unknown
+    store.losses.restore(manifest.lives, counts, lost, found, since)
 
 
 def _only(update: ps_pb2.UpdateRequest, kept: Sequence[int], payload: Payload) -> tuple[ps_pb2.UpdateRequest, Payload]:
@@ -193,6 +215,8 @@ class Replay:
         """Take the next record. DamagedError if it does not fit the store."""
         if record.holding != self._holding:
             return  # of a job before this one, which was still under way as this began
+        if record.update.term > self._store.term:
+            raise DamagedError("a checkpoint was restored behind the generation that is used, and is not in the log")
         if record.epoch > self.epoch:
             self._store.take_over(record.update.job)
             self.epoch = record.epoch

@@ -1,0 +1,104 @@
+"""Refused calls: which are answered, which are held, whose connections are closed, and what is logged."""
+
+from __future__ import annotations
+
+import pytest
+
+from pscluster.core.security.refusals import (
+    ALL_BURST,
+    BURST,
+    HOLD_SECONDS,
+    MAX_HELD,
+    PER_SECOND,
+    REPORT_SECONDS,
+    UNKNOWN_SESSIONS,
+    Refusals,
+    address_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.1:80", "10.0.0.1"),
+        ("data:10.0.0.1:80", "10.0.0.1"),
+        ("ipv4:127.8.9.1:80", "127.0.0.1"),
+        ("ipv6:%5B::1%5D:80", "127.0.0.1"),
+        ("ipv6:%5B2001:db8::1:2:3:4%5D:80", "2001:db8::/64"),
+        ("ipv6:%5B::ffff:10.0.0.1%5D:80", "10.0.0.1"),
+        ("unix:", "this machine"),
+        ("\x1b[31m", "an unknown address"),
+    ],
+)
+def test_addresses(peer: str, address: str) -> None:
+    """Whoever has many addresses of one kind is one, and no text of a peer reaches the log."""
+    assert address_of(peer) == address
+
+
+def exhausted(address: str = "10.0.0.1") -> Refusals:
+    """With an address that has had all its answers at time 0."""
+    refusals = Refusals(True, 0.0)
+    assert all(refusals.refused(f"ipv4:{address}:1", 0.0) for _ in range(BURST))
+    return refusals
+
+
+def test_beyond_its_answers_a_connection_is_held_and_closed() -> None:
+    """Held for a second, or until it holds many; others' connections and what comes later are answered."""
+    refusals = exhausted()
+    assert not refusals.refused("ipv4:10.0.0.1:1", 0.0)
+    assert refusals.refused("ipv4:10.0.0.2:1", 0.0)
+    assert refusals.due(HOLD_SECONDS / 2) == set()
+    assert refusals.due(HOLD_SECONDS) == {"ipv4:10.0.0.1:1"}
+    assert refusals.due(HOLD_SECONDS) == set()
+    later = 1.0
+    answers = [refusals.refused("ipv4:10.0.0.1:2", later) for _ in range(MAX_HELD + 1 + int(PER_SECOND))]
+    assert sum(answers) == PER_SECOND
+    assert refusals.due(later) == {"ipv4:10.0.0.1:2"}
+
+
+def test_all_addresses_together_have_a_bound() -> None:
+    """Many addresses get no more answers than a few do."""
+    refusals = Refusals(True, 0.0)
+    assert sum(refusals.refused(f"ipv4:10.0.{n >> 8}.{n & 255}:1", 0.0) for n in range(2 * ALL_BURST)) == ALL_BURST
+
+
+def test_who_is_accepted_is_not_closed() -> None:
+    """A call that is accepted while another is held keeps the connection."""
+    refusals = exhausted()
+    assert not refusals.refused("ipv4:10.0.0.1:1", 0.0)
+    refusals.accepted("ipv4:10.0.0.1:1")
+    assert refusals.due(HOLD_SECONDS) == set()
+    assert not refusals.pending
+
+
+def test_an_unknown_session_is_told_so_whatever_its_neighbours_do() -> None:
+    """Else the client of a restarted role, at an address that strangers use too, would never begin another one."""
+    refusals = exhausted()
+    told = [refusals.refused("ipv4:10.0.0.1:9", 0.0, unknown_session=True) for _ in range(UNKNOWN_SESSIONS + 1)]
+    assert told == [True] * UNKNOWN_SESSIONS + [False]
+    refusals.forget_absent(set())
+    assert refusals.refused("ipv4:10.0.0.1:9", 0.0, unknown_session=True)
+
+
+def test_where_nothing_can_be_closed_all_is_answered() -> None:
+    """Unix sockets have no names, some systems no list of descriptors, and a role that stops holds nothing."""
+    without, over = Refusals(False, 0.0), exhausted()
+    assert all(without.refused("ipv4:10.0.0.1:1", 0.0) for _ in range(BURST + 1))
+    assert all(over.refused("unix:", 0.0) for _ in range(BURST + 1))
+    over.refused("ipv4:10.0.0.1:3", 0.0)
+    assert over.close() == {"ipv4:10.0.0.1:3"}
+    assert over.refused("ipv4:10.0.0.1:3", 0.0)
+
+
+def test_reports() -> None:
+    """Once a minute, with the addresses and how many; the count never falls."""
+    refusals = exhausted()
+    assert refusals.report(0.0) == (
+        f"refused {BURST:,} calls without a valid proof of the cluster token: {BURST:,} from 10.0.0.1"
+    )
+    for number in range(7):
+        refusals.refused(f"ipv4:10.0.1.{number}:1", 1.0)
+    assert refusals.report(1.0) == ""
+    assert refusals.report(REPORT_SECONDS).endswith(", 2 from 2 other addresses")
+    assert refusals.report(9 * REPORT_SECONDS) == ""
+    assert refusals.total == BURST + 7

@@ -1,0 +1,471 @@
+"""What is cut at one moment holds no half of a function that may still run again, however the function was cut short.
+
+Three ways to begin and not end, each while somebody waits for a moment at which no function runs: the worker dies, or
+loses its lease; the function raises and has `retries`; it runs longer than its `timeout`. What every function adds 1
+to, one after the other, on two servers, is equal in what is cut, and afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from tests.faults.steps import PATIENCE, first_time, note, wait_for
+from tests.faults.support import Job, RawClient, running_job, until
+
+from pscluster.coordinator import FixedShardsPartitioner, RemoteValue, Variable, callbacks, metrics
+from pscluster.coordinator.api import Checkpoint, CheckpointManager, ParameterServerStrategy, RestoredFrom
+from pscluster.coordinator.checkpoints import tools
+from pscluster.coordinator.checkpoints.index import read_index
+from pscluster.coordinator.checkpoints.saved import SavedVariables
+from pscluster.core.context import experimental_get_current_worker_index
+from pscluster.core.errors import (
+    CancelledError,
+    CheckpointError,
+    FunctionError,
+    PSUnavailableError,
+    StaleError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+
+WAYS = ["killed", "raised", "too long"]
+
+T = TypeVar("T")
+
+cut_short = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    """Two servers, two workers."""
+    with running_job(2, 2, worker_lease=3.0) as made:
+        made.until_up(2)
+        with made.strategy.scope():
+            Variable(np.zeros(2), name="on both", partitioner=FixedShardsPartitioner(2))
+        yield made
+
+
+class Half:
+    """A function that adds 1 to a variable, is cut short the first time, and adds 1 to another one."""
+
+    def __init__(self, job: Job, way: str, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.job, self.way, self.folder = job, way, str(folder)
+        made = []
+        for name, shard in zip(("first", "second"), job.strategy.variables[0].variables, strict=True):
+            with job.strategy.colocate_vars_with(shard):
+                made.append(Variable(np.zeros(4), name=f"{folder.name}-{name}"))
+        self.first, self.second = made
+        assert self.first.device != self.second.device
+
+    def values(self) -> tuple[float, float]:
+        """Of the two variables."""
+        return self.first.numpy()[0], self.second.numpy()[0]
+
+    def step(self) -> Callable[..., float]:
+        """The function."""
+        first, second, way, folder = self.first, self.second, self.way, self.folder
+
+        def step(what: Any = ()) -> float:
+            number = float(sum(np.sum(each) for each in what))
+            first.assign_add(np.ones(4))
+            if first_time(folder, "begun"):
+                note(folder, "where", str(experimental_get_current_worker_index()))
+                while way == "too long":
+                    first.numpy()
+                wait_for(folder, "raise")
+                raise ValueError("behind its first update")
+            second.assign_add(np.ones(4))
+            return number
+
+        return step
+
+    def begin(self) -> RemoteValue:
+        """Schedule it; it has begun."""
+        timeout = 1.5 if self.way == "too long" else None
+        value = self.job.coordinator.schedule(self.step(), retries=5, timeout=timeout)
+        wait_for(self.folder, "where")
+        return value
+
+    def fall(self) -> None:
+        """Cut it short, or wait until it is."""
+        if self.way == "killed":
+            self.job.kill(int(wait_for(self.folder, "where")))
+        elif self.way == "frozen":
+            pid = self.job.cluster.pids["worker", int(wait_for(self.folder, "where"))]
+            os.kill(pid, signal.SIGSTOP)
+            until(lambda: self.job.coordinator.workers_up < 2, "its lease is over")
+            os.kill(pid, signal.SIGCONT)
+            note(self.folder, "raise")  # it goes on, and is refused
+        elif self.way == "raised":
+            note(self.folder, "raise")
+
+    def meanwhile(self, cut: Callable[[], T]) -> T:
+        """What `cut` gives, which waits for the function as that is cut short."""
+        with ThreadPoolExecutor(1) as pool:
+            found: Future[T] = pool.submit(cut)
+            look = self.job.coordinator._dispatcher.look
+            until(lambda: found.done() or look().paused, "somebody waits for all functions to end")
+            self.fall()
+            return found.result(PATIENCE)
+
+
+@pytest.fixture
+def half(job: Job, way: str, tmp_path: Path) -> Half:
+    """On this test's own variables."""
+    until(lambda: job.coordinator.workers_up, "a worker is up")
+    return Half(job, way, tmp_path)
+
+
+def saved(half: Half, path: str) -> tuple[float, float]:
+    """The values of the two variables in a checkpoint."""
+    found = SavedVariables(path)
+    return found[half.first.name][0], found[half.second.name][0]
+
+
+@cut_short
+def test_a_checkpoint(half: Half, tmp_path: Path) -> None:
+    """It has all of the function, and so has what is restored from it."""
+    with CheckpointManager(str(tmp_path / "checkpoints"), strategy=half.job.strategy) as manager:
+        half.begin()
+        path = half.meanwhile(manager.save).result()
+        assert saved(half, path) == (1, 1)
+        half.job.join()
+        half.job.coordinator.schedule(half.step()).fetch(PATIENCE)
+        assert half.values() == (2, 2)
+        manager.restore(partial=True)
+        assert half.values() == (1, 1)
+
+
+@cut_short
+def test_a_restore(half: Half, tmp_path: Path) -> None:
+    """Nothing of the function is left, on any server, and what runs afterwards counts."""
+    with CheckpointManager(str(tmp_path / "checkpoints"), strategy=half.job.strategy) as manager:
+        manager.save()
+        half.begin()
+        half.meanwhile(lambda: manager.restore(partial=True))
+        half.job.join()
+        assert half.values() == (0, 0)
+        half.job.coordinator.schedule(half.step()).fetch(PATIENCE)
+        assert half.values() == (1, 1)
+
+
+@cut_short
+def test_a_concurrent_evaluation(half: Half) -> None:
+    """It reads all of the function."""
+    first, second = half.first, half.second
+
+    def step(_: Any) -> tuple[Any]:
+        return (first.numpy()[0] + 1000 * second.numpy()[0],)
+
+    data = half.job.coordinator.distribute_dataset(np.arange(1.0), name=half.folder)
+    half.begin()
+    found = half.meanwhile(
+        lambda: half.job.coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=PATIENCE)
+    )
+    assert found == {"sum": 1001}
+    half.job.join()
+
+
+@cut_short
+def test_cancelling_what_waits(half: Half) -> None:
+    """What has begun ends; what waits for it has not begun."""
+    begun = half.begin()
+    behind = half.job.coordinator.schedule(max, args=(begun, 0))
+    assert half.meanwhile(lambda: half.job.coordinator.cancel_waiting([begun, behind])) == 1
+    assert (begun.status.value, behind.status.value) == ("ready", "cancelled")
+    half.job.join()
+    assert half.values() == (1, 1)
+
+
+@pytest.mark.parametrize("way", ["killed", "frozen", "raised"])  # its functions have no timeout
+def test_the_end_of_a_training(half: Half) -> None:
+    """A training that is to stop ends with all of each function, and its position says so."""
+    coordinator, folder = half.job.coordinator, half.folder
+    half.job.until_up(2)  # one is cut short, the other goes on
+
+    class Stop(callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.training.stop_training = True
+
+    data = coordinator.distribute_dataset(np.arange(100.0), name=folder, retries=1, on_error="raise").batch(1)
+    step = half.step()
+    if half.way == "raised":
+        inner = step
+
+        def step(batch: Any) -> float:
+            from pscluster.core.errors import DatasetError
+
+            try:
+                return inner(batch)
+            except ValueError as error:
+                raise DatasetError("its examples can't be read") from error
+
+    half.meanwhile(lambda: coordinator.fit(step, data, steps_per_execution=1, callbacks=[Stop()], verbose=0))
+    visited, (first, second) = data.visited, half.values()
+    assert 0 < visited < 100
+    assert first == second == visited
+
+
+@cut_short
+def test_an_example_counts_once(half: Half, tmp_path: Path) -> None:
+    """Behind a restored checkpoint, too, made while the function that read it was cut short."""
+    coordinator = half.job.coordinator
+    data = coordinator.distribute_dataset(np.arange(6.0), name=half.folder).batch(1)
+
+    def train(count: int | None = None) -> None:
+        timeout = 1.5 if half.way == "too long" else None
+        step = half.step()
+        for number, part in enumerate(data):
+            coordinator.schedule(step, args=(part,), retries=5, timeout=timeout)
+            if number + 1 == count:
+                break
+
+    with CheckpointManager(str(tmp_path / "checkpoints"), strategy=half.job.strategy) as manager:
+        train(2)
+        until(lambda: Path(half.folder, "where").exists() or half.job.coordinator.done(), "it begins")
+        path = half.meanwhile(manager.save).result()
+        first, second = saved(half, path)
+        assert first == second > 0
+        half.job.join()
+        train()
+        half.job.join()
+        assert half.values() == (6, 6)
+        manager.restore(partial=True)
+        train()
+        half.job.join()
+        assert half.values() == (6, 6)
+
+
+def test_what_does_not_end_is_named(job: Job, tmp_path: Path) -> None:
+    """A cut that can't be made says which functions have begun, and where, also where they wait for a worker."""
+    job.until_up(2)
+    folder = str(tmp_path)
+
+    def held() -> None:
+        note(folder, f"where-{first_time(folder, 'first')}", str(experimental_get_current_worker_index()))
+        wait_for(folder, "go")
+
+    value = job.coordinator.schedule(held)
+    worker = int(wait_for(folder, "where-True"))
+    with CheckpointManager(str(tmp_path / "checkpoints"), strategy=job.strategy, barrier_timeout=0.3) as manager:
+        with pytest.raises(WaitTimeoutError, match=rf"after 0\.3 s functions still run: held on worker {worker}"):
+            manager.save()
+        for index in range(2):
+            job.kill(index)
+        until(lambda: job.coordinator.workers_up == 0, "both are gone")
+        with pytest.raises(WaitTimeoutError, match=r"held(, begun)? on worker \d"):
+            manager.save()
+        assert manager.checkpoints == []
+        note(folder, "go")
+        value.fetch(PATIENCE)
+        manager.save()
+
+
+def test_nothing_that_has_begun_ends_without_workers(tmp_path: Path) -> None:
+    """Where a training is to end and no worker comes back, it is said why it can't, and not waited for."""
+    with running_job(1, 1, restart=False) as job:
+        folder = str(tmp_path)
+
+        def held() -> None:
+            note(folder, "begun")
+            wait_for(folder, "go")
+
+        job.coordinator.schedule(held)
+        wait_for(folder, "begun")
+        stranded = job.coordinator._dispatcher.stranded
+        assert stranded(0.1) == ""
+        job.kill(0)
+        until(lambda: stranded(0.1), "it is known that there is no worker")
+        assert "functions that were cut short wait to be run again: held, begun on worker 0" in stranded(0.1)
+        assert stranded(60.0) == ""
+
+
+def test_what_was_applied_in_part_for_good_is_named(job: Job, tmp_path: Path) -> None:
+    """A function that fails, is stopped or cancelled behind an update says so, and the checkpoint names it."""
+    coordinator, folder = job.coordinator, str(tmp_path)
+    job.until_up(2)
+    with job.strategy.scope():
+        count = Variable(np.zeros(4), name="applied in part")
+
+    def fails(applies: bool) -> None:
+        if applies:
+            count.assign_add(np.ones(4))
+        raise ValueError("the reason")
+
+    def endless(name: str) -> None:
+        count.assign_add(np.ones(4))
+        note(folder, name)
+        while True:
+            count.numpy()
+
+    manager = CheckpointManager(str(tmp_path / "checkpoints"), strategy=job.strategy)
+    manager.restore(manager.save().result())  # what other tests have left is forgotten
+    with pytest.raises(ValueError, match="reason") as caught:
+        coordinator.schedule(fails, args=(False,)).fetch(PATIENCE)
+    assert isinstance(caught.value, FunctionError)
+    assert "have been applied" not in str(caught.value)
+    assert not caught.value.partly_applied
+    with pytest.raises(ValueError, match="reason"):
+        coordinator.join(PATIENCE)
+    assert read_index(manager.save().result()).partly_applied == 0
+
+    stopped = coordinator.schedule(endless, args=("running",))
+    wait_for(folder, "running")
+    with pytest.raises(ValueError, match=r"the reason\nSome of its updates may have been applied: they stay") as caught:
+        coordinator.schedule(fails, args=(True,)).fetch(PATIENCE)
+    assert isinstance(caught.value, FunctionError)
+    assert caught.value.partly_applied
+    with pytest.raises(CancelledError, match=r"endless was cancelled because another .* may have been applied"):
+        stopped.fetch(PATIENCE)
+    with pytest.raises(ValueError, match="reason"):
+        coordinator.join(PATIENCE)
+    with pytest.raises(TimeoutError, match=r"endless ran longer .*\nSome of its updates may have been applied"):
+        coordinator.schedule(endless, args=("again",), timeout=0.1).fetch(PATIENCE)
+    with pytest.raises(TimeoutError):
+        coordinator.join(PATIENCE)
+    path = manager.save().result()
+    index = read_index(path)
+    assert index.partly_applied == 3
+    heads = ["fails failed on worker", "endless was cancelled because", "endless ran longer than its timeout of 0.1 s"]
+    assert [any(each.startswith(head) for each in index.partly_applied_last) for head in heads] == [True] * 3
+    shown = tools.inspect(path)
+    assert "may have left a part of their updates: 3" in shown
+    assert "ValueError: the reason" in shown
+    manager.restore(path)
+    assert read_index(manager.save().result()).partly_applied == 0
+    manager.close()
+
+
+# Terms
+
+
+def test_what_was_sent_before_a_restore(tmp_path: Path) -> None:
+    """An update that comes late is refused, whether all of it was on its way or a part, by a restarted server, too."""
+    with running_job(2, 1, durability="log") as job:
+        with job.strategy.scope():
+            variables = [Variable(np.zeros(4), name=name, partitioner=FixedShardsPartitioner(1)) for name in "ab"]
+
+        def values() -> list[float]:
+            return [variable.numpy()[0] for variable in variables]
+
+        def step() -> None:
+            for variable in variables:
+                variable.assign_add(np.ones(4))
+
+        def late(function: int) -> None:
+            for index in range(2):
+                with RawClient(job, index) as client:
+                    mine = next(each for each in variables if each.owners == (index,))
+                    request, payload = client.add(mine, 100.0, function=function)
+                    with pytest.raises(StaleError, match="a checkpoint was restored since this update was sent"):
+                        client.session(request, payload)
+
+        manager = CheckpointManager(str(tmp_path), strategy=job.strategy)
+        manager.save()
+        job.coordinator.schedule(step).fetch(PATIENCE)
+        with RawClient(job, 0) as client, ThreadPoolExecutor(1) as pool:
+            mine = next(each for each in variables if each.owners == (0,))
+            request, payload = client.add(mine, 100.0, function=10**6)
+            begun, go_on = threading.Event(), threading.Event()
+
+            def frames() -> Iterator[bytes]:
+                for number, frame in enumerate(client.frames(request, payload, 3)):
+                    if number == 1:  # the server knows by the first what comes
+                        begun.set()
+                        go_on.wait(PATIENCE)
+                    yield frame
+
+            pushed = pool.submit(client.send_frames, frames())
+            assert begun.wait(PATIENCE)
+            manager.restore()
+            go_on.set()
+            with pytest.raises(StaleError, match="a checkpoint was restored"):
+                pushed.result(PATIENCE)
+        assert values() == [0, 0]
+        late(10**6 + 1)
+        job.coordinator.schedule(step).fetch(PATIENCE)
+        variables[0].assign_add(np.ones(4))
+        assert values() == [2, 1]
+        for index in range(2):
+            job.cluster.wait_restarted("ps", index, job.cluster.kill("ps", index, timeout=PATIENCE), timeout=PATIENCE)
+        assert values() == [2, 1]
+        late(10**6 + 2)
+        job.coordinator.schedule(step).fetch(PATIENCE)
+        assert values() == [3, 2]
+
+
+@contextmanager
+def broken_off(tmp_path: Path) -> Iterator[tuple[Job, CheckpointManager, list[Variable]]]:
+    """A job whose restore was broken off: one of the two servers was restarted just before its last step."""
+    with running_job(2, 1, shards=2, durability="snapshot") as job:
+        with job.strategy.scope():
+            count = Variable(np.zeros(4), name="count")
+        manager = CheckpointManager(str(tmp_path), strategy=job.strategy)
+        manager.save()
+        job.coordinator.schedule(count.assign_add, args=(np.ones(4),)).fetch(PATIENCE)
+        paused = Checkpoint._paused
+
+        @contextmanager
+        def restarted(self: Checkpoint) -> Iterator[None]:
+            with paused(self):
+                old = job.cluster.kill("ps", 1, timeout=PATIENCE)
+                job.cluster.wait_restarted("ps", 1, old, timeout=PATIENCE)
+                yield
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpoint, "_paused", restarted)
+            with pytest.raises(UnavailableError, match=r"ps 1 has nothing to restore .*: restore again") as caught:
+                manager.restore()
+        assert not isinstance(caught.value, PSUnavailableError), "the job is not lost"
+        with pytest.raises(
+            CheckpointError, match=r"nothing is saved, since the restore of .*ckpt-000001 was broken off"
+        ):
+            manager.save()
+        assert len(manager.checkpoints) == 1
+        job.coordinator.schedule(count.assign_add, args=(np.ones(4),)).fetch(PATIENCE)
+        yield job, manager, [count]
+
+
+def test_a_restore_that_was_broken_off(tmp_path: Path) -> None:
+    """It says that a server is to be waited for; nothing mixed is saved until it is repeated, or given up."""
+    with broken_off(tmp_path) as (job, manager, (count,)):
+        manager.restore()
+        assert count.numpy().tolist() == [0] * 4
+        job.coordinator.schedule(count.assign_add, args=(np.ones(4),)).fetch(PATIENCE)
+        assert SavedVariables(manager.save().result())["count"].tolist() == [1] * 4
+    with broken_off(tmp_path / "given up") as (job, manager, (count,)):
+        manager.checkpoint.give_up_restore()
+        mixed = count.numpy().tolist()
+        assert mixed != [0] * 4
+        path = manager.save().result()
+        assert SavedVariables(path)["count"].tolist() == mixed
+        assert "broken off in its last step, and given up" in read_index(path).partly_applied_last[-1]
+
+
+def test_the_next_coordinator_of_a_restore_that_was_broken_off(tmp_path: Path) -> None:
+    """It does not go on with mixed values, but with the checkpoint."""
+    with broken_off(tmp_path) as (job, manager, _):
+        partitioner = FixedShardsPartitioner(2)
+        with ParameterServerStrategy(
+            job.cluster, partitioner, take_over=True, connect_timeout=PATIENCE, job_name="job"
+        ) as strategy:
+            assert strategy.resumed
+            with strategy.scope():
+                count = Variable(np.ones(4), name="count")
+            mine = CheckpointManager(manager.directory, strategy=strategy)
+            with pytest.raises(CheckpointError, match="the coordinator that died has restored a checkpoint on some"):
+                mine.save()
+            assert mine.restore_or_initialize() is RestoredFrom.CHECKPOINT
+            assert count.numpy().tolist() == [0] * 4
+            assert mine.restore_or_initialize() is RestoredFrom.LIVE
+            mine.save()

@@ -1,0 +1,95 @@
+"""Somebody who has the token, or a worker's key, and wants a server for itself: it stays in bounds, others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+from tests.roles.hostile import half_messages
+from tests.roles.processes import Process, Roles, make_cluster
+from tests.roles.wire import JOB, OPTIMIZER, SECONDS, VARIABLE, Connection, add_to_all, connect
+
+from pscluster.core.frames import pack, unpack
+from pscluster.v1 import ps_pb2
+
+ROWS = 4
+IN_FLIGHT = 16 << 20
+BOUND = IN_FLIGHT + (64 << 20)
+SESSION = "/pscluster.v1.ParameterServer/Session"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, str, Connection]]:
+    """A parameter server with a variable, and somebody who works with it."""
+    cluster = make_cluster(workers=0)
+    with Roles(cluster, tmp_path_factory.mktemp("exhausting"), {"PSCLUSTER_IN_FLIGHT_MIB": "16"}) as roles:
+        ps = roles.ps()
+        with connect(cluster["ps"][0]) as friend, friend.held():
+            friend.create(ROWS)
+            yield ps, cluster["ps"][0], friend
+
+
+def update(friend: Connection, sequence: int) -> None:
+    """Add ones to all of the variable, on a session of its own."""
+    ones = np.ones((ROWS, 4), np.float32)
+    request = add_to_all(ones, sequence)
+    request.last = True
+    (data,) = friend.ps.session(iter([pack(request, [ones.tobytes()])]), timeout=SECONDS)
+    reply = unpack(data, ps_pb2.Reply)[0]
+    assert reply.update.applied == 1, reply
+
+
+@pytest.mark.parametrize(("size", "streams"), [(60 << 20, 16), (1 << 20, 200)])
+def test_half_messages_stay_in_bounds(server: tuple[Process, str, Connection], size: int, streams: int) -> None:
+    """Sessions with all but one byte of a message: they hold no more than the bound, and others' updates are applied
+    while they do."""
+    ps, address, friend = server
+    before, sequence = ps.resident_bytes(), size
+    with half_messages(address, SESSION, (), size, streams) as (_, ended):
+        assert ended  # who has no room is cut off
+        update(friend, sequence)
+        assert ps.resident_bytes() - before < BOUND
+
+
+def test_one_name_many_times(server: tuple[Process, str, Connection]) -> None:
+    """A Describe names one variable, and one optimizer, as often as a message can: each is answered for once; with more
+    it is refused."""
+    ps, _, friend = server
+    before = ps.resident_bytes()
+    request = ps_pb2.DescribeRequest(job=JOB, variables=["w"] * 150_000, optimizers=["sgd"] * 100_000)
+    reply = friend.ps.describe(request, timeout=SECONDS)
+    assert [each.id for each in reply.variables] == [VARIABLE]
+    assert [each.id for each in reply.optimizers] == [OPTIMIZER]
+    request.variables.extend(["w"] * 2_000_000)
+    with pytest.raises(grpc.RpcError, match="larger than max"):
+        friend.ps.describe(request, timeout=SECONDS)
+    assert ps.resident_bytes() - before < BOUND
+
+
+def test_more_than_a_shard_has_is_refused(server: tuple[Process, str, Connection]) -> None:
+    """An update that names a shard again and again, and so could bring any amount, is refused before it comes."""
+    _, _, friend = server
+    item = ps_pb2.UpdateItem(variable=VARIABLE, shard=0, kind=ps_pb2.ADD, rows=ps_pb2.Rows(ids=1 << 20), nth=1)
+    item.value_bytes = (1 << 20) * 16
+    again = ps_pb2.UpdateRequest(job=JOB, incarnation=1, sequence=9, items=[item] * 2)
+    total = 2 * ((1 << 20) * 8 + item.value_bytes)
+    with pytest.raises(grpc.RpcError, match="in-flight-mib"):
+        friend.ps.push(iter([pack(ps_pb2.Request(update=again, total_bytes=total))]), timeout=SECONDS)
+
+
+def test_large_requests_come_in_frames(server: tuple[Process, str, Connection]) -> None:
+    """A session's request in several frames is one request; of one that declares too much nothing is taken."""
+    _, _, friend = server
+    before, ones = friend.read(ROWS), np.ones((ROWS, 4), np.float32)
+    data = ones.tobytes()
+    frames = [pack(add_to_all(ones, 77)), pack(ps_pb2.Request(), [data[:16]])]
+    frames.append(pack(ps_pb2.Request(last=True), [data[16:]]))
+    (answer,) = friend.ps.session(iter(frames), timeout=SECONDS)
+    assert unpack(answer, ps_pb2.Reply)[0].update.applied == 1
+    assert (friend.read(ROWS) == before + 1).all()
+    huge = add_to_all(ones, 78)
+    huge.total_bytes = 1 << 40
+    with pytest.raises(grpc.RpcError, match="is declared, the limit is"):
+        list(friend.ps.session(iter([pack(huge)]), timeout=SECONDS))
