@@ -149,6 +149,7 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 grpc.StatusCode.CANCELLED,
             }
+            assert run("health", address, **NONE)[0] == 0, "a probe's own connection has its places"
             assert run("health", address, **WITH_TOKEN)[0] == 0
             until(lambda: all(each.done() for each in held), "who sends nothing is given up")
             over.set()
