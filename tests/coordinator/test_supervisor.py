@@ -87,7 +87,7 @@ def test_first_restart_is_immediate_and_tells_the_story() -> None:
     pid = world.up()[W1]
     assert world.tell(Exited(W1, pid, -signal.SIGKILL)) == [Start(W1)]
     text = f"worker 1 (pid {pid}) was killed by SIGKILL; restarted as pid 4712 (restart 1 of 10)"
-    assert world.tell(Started(W1, 4712)) == [Log(logging.WARNING, text)]
+    assert world.tell(Started(W1, 4712)) == [Log(logging.WARNING, text, W1)]
 
 
 def test_backoff_doubles_and_waits_for_its_time() -> None:
@@ -325,7 +325,7 @@ def test_restart_of_a_living_task() -> None:
     assert world.tell(RestartRequested(W0)) == []
     assert world.tell(Exited(W0, pid, 0)) == [Start(W0)]
     (action,) = world.tell(Started(W0, 9))
-    assert action == Log(logging.WARNING, f"worker 0 (pid {pid}) exited with code 0, as asked; restarted as pid 9")
+    assert action == Log(logging.WARNING, f"worker 0 (pid {pid}) exited with code 0, as asked; restarted as pid 9", W0)
     assert world.supervisor.state(W0).restarts_used == 0
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import ssl
 import urllib.request
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from tests.conftest import until
@@ -28,7 +31,10 @@ def state_of(line: str) -> dict[str, object]:
 
 
 def test_run_shows_it(tmp_path: Path) -> None:
-    """`pscluster run` says where it is before the script has connected; the job is named by its script."""
+    """`pscluster run` says where it is before the script has connected; the job is named by its script.
+
+    What became of a worker that is killed is said as the launcher knows it, once.
+    """
     script, gate = tmp_path / "train.py", tmp_path / "gate"
     script.write_text(IDLE)
     with Process([*PSCLUSTER, "run", str(script), str(gate)], environ()) as process:
@@ -38,6 +44,17 @@ def test_run_shows_it(tmp_path: Path) -> None:
         assert state["job"] == str(script)
         assert isinstance(state["queue"], dict)
         assert state["queue"]["done"] == 1
+
+        def worker() -> dict[str, Any]:
+            (found,) = cast("list[dict[str, Any]]", state_of(line)["workers"])
+            return found
+
+        pid = int(re.findall(r"pid (\d+)", worker()["name"])[0])
+        os.kill(pid, signal.SIGKILL)
+        said = re.compile(rf"\(pid {pid}\) was killed by SIGKILL; restarted as pid \d+")
+        until(lambda: [each for each in worker()["story"] if said.match(each["text"])], "the launcher's words")
+        until(lambda: worker()["state"] != "" and worker()["good"] == "ok", "it is back", lambda: str(worker()))
+        assert [each["kind"] for each in worker()["story"]] == ["up", "down", "up"]
         gate.touch()
         assert process.wait() == 0
 

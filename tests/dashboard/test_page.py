@@ -138,6 +138,8 @@ def check_structure(driver: Any) -> None:
     assert (found["language"], found["status"], found["tables"], found["scopes"]) == ("en", 1, 4, 0)
     assert found["headings"] == ["H1", *["H2"] * 6]
     assert all("over time: " in label for label in found["charts"])
+    order = driver.execute_script("return [...document.querySelectorAll('main section[id]')].map((each) => each.id)")
+    assert order.index("errors") < order.index("variables"), "what is wrong comes first, on a narrow page, too"
 
 
 def check_width(driver: Any, width: int) -> None:
@@ -179,6 +181,8 @@ def test_a_worker_dies(tmp_path: Path, gate: Gate) -> None:
             took = driver.execute_script("return window.shown - window.before")
             print(f"a killed worker was shown after {took} ms")
             shows(driver, lambda: "worker 1 is gone" in text_of(driver, "#problems"), "it among what is wrong")
+            shows(driver, lambda: "was killed by SIGKILL" in row(driver, "workers", "worker 1"), "how it ended")
+            assert text_of(driver, "#happened").count("worker 1") == 2, "that it came, and that it went, once"
             assert text_of(driver, "#verdict") == "Needs attention"
             assert "1 of 2" in text_of(driver, "#tiles")
             cluster.restart("worker", 1)

@@ -237,3 +237,73 @@ def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.M
         return shown
 
     assert asyncio.run(silent()) == [["ps 1"], ["ps 1"], ["ps 0", "ps 1"], ["ps 1"]]
+
+
+def test_the_words_of_the_launcher() -> None:
+    """How a process ended takes the place of what its connection said, whoever was first; a death counts once."""
+    observed = Observed()
+    observed.tell("worker 2", "down", "is gone: Socket closed")
+    observed.exited("worker 2", "(pid 7) was killed by SIGKILL; restarting in 0.5 s")
+    dead = worker(2, up=False, has=0, why="Socket closed")
+    (problem,) = health(seen(worker(0), worker(1), dead, observed=observed))[2]
+    assert problem.startswith("worker 2 is gone: (pid 7) was killed by SIGKILL; restarting in 0.5 s; its functions")
+    observed.tell("worker 2", "up", "is back")
+    observed.exited("worker 2", "(pid 7) was killed by SIGKILL; restarted as pid 8")
+    (row,) = (row for row in page(seen(worker(0), worker(1), worker(2), observed=observed))["workers"] if row["story"])
+    assert [each["text"] for each in row["story"]] == [
+        "is back",
+        "(pid 7) was killed by SIGKILL; restarted as pid 8",
+    ]
+    assert (row["state"], row["deaths"]) == ("working", 1)
+
+    observed.exited("ps 1", "(pid 9) was killed by SIGKILL; restarted as pid 10")
+    observed.tell("ps 1", "down", "is out of reach; it is waited for, 600 s at most")
+    shown = page(seen(worker(0), gone=2.0, observed=observed))["servers"][1]
+    assert shown["state"] == "out of reach for 2 s: (pid 9) was killed by SIGKILL; restarted as pid 10"
+    assert (shown["deaths"], len(shown["story"])) == (1, 1)
+    observed.tell("ps 1", "up", "is back after 2 s")
+    observed.tell("ps 1", "down", "is out of reach")
+    assert observed.deaths["ps 1"] == 2
+
+
+def test_the_curve_ends_at_the_number() -> None:
+    """The tile, the words beside a curve, and the end of the curve are one number, after hours, too."""
+    observed, series = Observed(), Series(0.0)
+    for second in range(1, 2_001):
+        observed.trained(Training(logs={"loss": 1 / second, "accuracy": 0.5}), steps=second % 3, examples=32)
+        series.add(float(second), 7 * second + second % 5, observed.take_loss(), observed.steps)
+        if second in (1, 2, 5, 100, 301, 2_000):
+            shown = page(seen(worker(0), observed=observed, series=series))
+            assert shown["series"]["rates"][-1] == shown["queue"]["rate"]
+            assert shown["series"]["losses"][-1] == shown["series"]["loss_now"]
+            assert dict(shown["training"]["logs"])["loss"] == shown["series"]["loss_now"]
+    assert shown["training"]["step_rate"] == pytest.approx(1.0)
+    assert shown["training"]["example_rate"] == 32
+    assert page(seen(worker(0)))["training"]["step_rate"] is None
+
+
+def test_a_hot_server_needs_attention() -> None:
+    """One that carries far more than its share of much is a problem, with what helps; of little it is none."""
+    fine = [worker(index) for index in range(3)]
+
+    def at(scale: float, *servers: tuple[int, float]) -> tuple[str, list[str]]:
+        whole = sum(share for _, share in servers)
+        variables = [
+            VariableRates("emb", 100, read_bytes=scale * whole, servers={ps: scale * share for ps, share in servers})
+        ]
+        tasks = {f"ps {index}": TaskRates() for index in range(2)}
+        tasks |= {f"ps {ps}": TaskRates(bytes_out=scale * share) for ps, share in servers}
+        _, text, problems = health(seen(*fine, rates=Rates(tasks, variables)))
+        return text, problems
+
+    text, problems = at(1e7, (0, 0.22), (1, 0.78))
+    assert text == "Needs attention"
+    assert problems == [
+        "ps 1 carries 78% of the load of 2 servers, most of it for emb, 78% of whose traffic goes there; the rows that "
+        "are used most lie there: spread frequent ids (permute or hash them), or cut it into more shards, such as "
+        "FixedShardsPartitioner(16)"
+    ]
+    (problem,) = at(1e7, (0, 1.0))[1]
+    assert problem.endswith("cut it over the servers: Variable(..., partitioner=FixedShardsPartitioner(2))")
+    assert at(1e7, (0, 0.4), (1, 0.6)) == ("Healthy, at work", [])
+    assert at(1e3, (0, 1.0)) == ("Healthy, at work", [])

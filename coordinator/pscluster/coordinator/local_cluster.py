@@ -47,6 +47,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pscluster.coordinator.launcher import Report, Reports
 from pscluster.coordinator.own_folder import OwnFolder
 from pscluster.coordinator.supervisor import (
     Action,
@@ -150,6 +151,7 @@ class LocalCluster(ClusterResolver):
         allow_pickle: bool | None = None,
         _command: Sequence[str] | None = None,
         _on_failure: Callable[[LocalClusterError], None] | None = None,
+        _on_report: Callable[[Report], None] | None = None,
     ) -> None:
         """Checks the arguments; nothing is started before `start()` or `with`.
 
@@ -182,6 +184,7 @@ class LocalCluster(ClusterResolver):
             _command: for tests: what to start in place of `python -m pscluster.ROLE`; it finds its role in
                 TF_CONFIG.
             _on_failure: called, on the monitor's thread, with the error of a task that was given up.
+            _on_report: called, on the monitor's thread, with what became of a process.
 
         Raises:
             ConfigurationError: an argument is out of its range.
@@ -230,6 +233,8 @@ class LocalCluster(ClusterResolver):
         self._cwd = cwd
         self._command = _command
         self._on_failure = _on_failure
+        self.reports = Reports(_on_report)
+        """What became of processes, until it is taken."""
         self._options = ["--exit-with-parent", "--log-level", log_level, "--log-format", log_format]
         if until_done:
             self._options.append("--until-done")
@@ -566,12 +571,15 @@ class LocalCluster(ClusterResolver):
                     if process is not None and process.pid == pid:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, number)
-            case GiveUp(_, reason):
+            case GiveUp(task, reason):
                 logger.error("%s", reason)
+                self.reports.add(task_name(task), reason)
                 if self._on_failure is not None:
                     self._on_failure(LocalClusterError(reason))
-            case Log(level, text):
+            case Log(level, text, about):
                 logger.log(level, "%s", text)
+                if about is not None:
+                    self.reports.add(task_name(about), text)
         return None
 
     def _start_process(self, task: TaskKey) -> Started | StartFailed:

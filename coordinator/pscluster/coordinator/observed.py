@@ -26,6 +26,9 @@ MAX_POINTS = 300
 RECENT = 4
 """Samples of which the rate of now is made."""
 
+SAME_DEATH_SECONDS = 30.0
+"""A broken connection and a process that ended within this time are one death."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -79,9 +82,12 @@ class Observed:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._errors: deque[Event] = deque(maxlen=MAX_EVENTS // 10)  # of their own: no flood of retries drives them out
         self._deaths: dict[str, int] = {}
+        self._exits: dict[str, str] = {}  # of tasks that are down: how their processes ended
         self._saved: deque[Saved] = deque(maxlen=20)
         self._unsaved: dict[str, str] = {}  # by folder
         self._training = Training()
+        self._steps = 0
+        self._examples = 0
         self._loss = [0.0, 0.0]  # sum and count since it was taken
         self.loss_name = "loss"
         self.began = time.time()
@@ -91,12 +97,35 @@ class Observed:
     def tell(self, who: str, kind: str, text: str, detail: str = "") -> None:
         """Something happened; see `Event`."""
         with self._lock:
-            event = Event(next(self._numbers), time.time(), who, kind, text[:2000], detail[-MAX_DETAIL:])
-            self._events.append(event)
-            if kind == "error":
-                self._errors.append(event)
-            elif kind == "down":
-                self._deaths[who] = self._deaths.get(who, 0) + 1
+            if kind == "down" and who in self._exits:  # the launcher was first: this is the same death
+                return
+            self._add(who, kind, text, detail)
+
+    def _add(self, who: str, kind: str, text: str, detail: str = "") -> None:
+        event = Event(next(self._numbers), time.time(), who, kind, text[:2000], detail[-MAX_DETAIL:])
+        self._events.append(event)
+        if kind == "error":
+            self._errors.append(event)
+        elif kind == "down":
+            self._deaths[who] = self._deaths.get(who, 0) + 1
+        elif kind == "up":
+            self._exits.pop(who, None)
+
+    def exited(self, who: str, text: str) -> None:
+        """Record how a task's process ended, in its launcher's words.
+
+        They take the place of what its connections said of the same death, which is what came of it.
+        """
+        with self._lock:
+            story = [at for at, event in enumerate(self._events) if event.who == who and event.kind in ("up", "down")]
+            went = next((at for at in reversed(story) if self._events[at].kind == "down"), None)
+            if went is None or time.time() - self._events[went].time > SAME_DEATH_SECONDS:
+                self._add(who, "down", text)
+                self._exits[who] = text
+                return
+            self._events[went] = replace(self._events[went], text=text[:2000])
+            if story[-1] == went:  # it is not back yet
+                self._exits[who] = text
 
     def saved(self, checkpoint: Saved) -> None:
         """A checkpoint was written."""
@@ -112,12 +141,18 @@ class Observed:
             self._unsaved[os.path.dirname(path)] = text
         self.tell("coordinator", "error", text)
 
-    def trained(self, training: Training) -> None:
-        """A loop is so far. Its first number is taken for the loss, unless one has that name."""
+    def trained(self, training: Training, *, steps: int = 0, examples: int = 0) -> None:
+        """Record how far a loop is. Its first number is taken for the loss, unless one has that name.
+
+        Args:
+            steps, examples: done since the last call; examples only where the loop knows them.
+        """
         # Numbers, whatever they come as: a tensor would keep its graph.
         logs = {name: float(value) for name, value in itertools.islice(training.logs.items(), MAX_LOGS)}
         with self._lock:
             self._training = replace(training, logs=logs)
+            self._steps += steps
+            self._examples += examples
             name = "loss" if "loss" in logs else next(iter(logs), None)
             if name is not None:
                 if name != self.loss_name:
@@ -130,6 +165,18 @@ class Observed:
         with self._lock:
             (total, count), self._loss = self._loss, [0.0, 0.0]
         return total, count
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Steps that loops have done, and examples in them."""
+        with self._lock:
+            return self._steps, self._examples
+
+    @property
+    def exits(self) -> dict[str, str]:
+        """How the processes of the tasks that are down ended, as far as their launcher said so."""
+        with self._lock:
+            return dict(self._exits)
 
     @property
     def training(self) -> Training:
@@ -191,12 +238,21 @@ class Series:
         self._max_points = max_points
         self._span = 0.0
         self._points: list[_Point] = []
-        self._recent = deque([self._origin], maxlen=RECENT)
+        self._recent = deque([(now, done, 0, 0)], maxlen=RECENT)
         self.loss: float | None = None
 
-    def add(self, now: float, done: int, loss: tuple[float, float] = (0.0, 0.0)) -> None:
-        """So many functions are done by now, and so much loss was reported, in sum and so often."""
-        self._recent.append((now, done))
+    def add(
+        self, now: float, done: int, loss: tuple[float, float] = (0.0, 0.0), steps: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Take a sample.
+
+        Args:
+            now: seconds, monotonic.
+            done: functions, in all.
+            loss: the sum of what was reported since the last sample, and how often.
+            steps: steps and examples that loops have done, in all.
+        """
+        self._recent.append((now, done, *steps))
         if loss[1]:
             self.loss = loss[0] / loss[1]
         points = self._points
@@ -213,8 +269,34 @@ class Series:
     @property
     def rate(self) -> float:
         """Functions a second, lately."""
-        (then, before), (now, done) = self._recent[0], self._recent[-1]
-        return (done - before) / (now - then) if now > then else 0.0
+        return self._lately(1)
+
+    @property
+    def step_rate(self) -> float | None:
+        """Steps a second, lately; None: no loop has said any."""
+        return self._lately(2) if self._recent[-1][2] else None
+
+    @property
+    def example_rate(self) -> float | None:
+        """Examples a second, lately; None: no loop has said any."""
+        return self._lately(3) if self._recent[-1][3] else None
+
+    def _lately(self, column: int) -> float:
+        first, last = self._recent[0], self._recent[-1]
+        return (last[column] - first[column]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
+
+    def curve(self) -> list[float]:
+        """Functions a second as they are drawn: as `rows` has them, but single samples as the mean of the last few.
+
+        The last one is the rate of now, so that the curve ends where the number beside it is.
+        """
+        before = [self._origin, *((point.end, point.done) for point in self._points)]
+        back = 1 if self._span else RECENT - 1
+        rates = []
+        for at, point in enumerate(self._points, start=1):
+            then, done = before[max(at - back, 0)]
+            rates.append((point.done - done) / (point.end - then) if point.end > then else 0.0)
+        return [*rates[:-1], self.rate] if rates else []
 
     def rows(self) -> tuple[list[float], list[float], list[float | None]]:
         """Times (of the ends of points), functions a second, and mean losses (None: nothing was reported)."""

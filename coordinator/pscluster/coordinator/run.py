@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from pscluster.coordinator.launcher import LAUNCHER_VARIABLE, ReportPipe, descriptor_of
 from pscluster.coordinator.local_cluster import (
     LocalCluster,
     LocalClusterError,
@@ -180,7 +181,7 @@ def run_script(
     env.setdefault(FUNCTIONS_VARIABLE, functions_from_also(path.resolve().parent, given=functions_from))
     if data_from:
         env.setdefault(DATA_VARIABLE, os.pathsep.join(map(os.path.abspath, data_from)))
-    with contextlib.closing(_Inbox()) as inbox:
+    with contextlib.closing(_Inbox()) as inbox, contextlib.closing(ReportPipe()) as reports:
         try:
             cluster = LocalCluster(
                 num_ps,
@@ -194,6 +195,7 @@ def run_script(
                 allow_pickle=allow_pickle,
                 _command=_role_command,
                 _on_failure=lambda error: inbox.put(_Failed(error)),
+                _on_report=reports.send,
             )
         except ConfigurationError as error:
             return _complain(str(error), 2)
@@ -204,6 +206,7 @@ def run_script(
         options = ["--log-format", log_format] if log_format != "text" else []
         options += ["--dashboard"] if dashboard else []
         options += ["--dashboard-address", dashboard_address] if dashboard_address is not None else []
+        env[LAUNCHER_VARIABLE] = reports.variable
         return _run(command, options, [os.fspath(script), *args], cluster, env, grace, inbox)
 
 
@@ -249,6 +252,7 @@ def _run_to_end(
             _tied_to_parent(command),
             env=child_environ(env, cluster.tf_config("chief", 0), cluster.token, cluster.tls_folder),
             process_group=None if shares_terminal else 0,
+            pass_fds=[descriptor_of(env[LAUNCHER_VARIABLE])[0]],
         )
         early = len(inbox)  # what the terminal sent before there was a script to get it
 

@@ -155,10 +155,11 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Write a line to the log."""
+    """Write a line to the log, about a task where one is given."""
 
     level: int
     text: str
+    task: TaskKey | None = None
 
 
 Action: TypeAlias = Start | Signal | GiveUp | Log
@@ -323,7 +324,8 @@ class Supervisor:
         task.phase, task.pid, task.up_since = Phase.RUNNING, pid, now
         task.starts += 1
         if task.cause:
-            actions.append(Log(logging.WARNING, f"{task.cause}; restarted as pid {pid}{self._restart_count(task)}"))
+            text = f"{task.cause}; restarted as pid {pid}{self._restart_count(task)}"
+            actions.append(Log(logging.WARNING, text, task.key))
             task.cause = ""
 
     def _start_failed(self, task: _Task, reason: str, now: float, jitter: float, actions: list[Action]) -> None:
@@ -355,7 +357,8 @@ class Supervisor:
             if self._until_done:
                 actions.append(Log(logging.INFO, f"{who} is done"))
             else:
-                actions.append(Log(logging.WARNING, f"{who} was stopped from outside, in order; it is not restarted"))
+                text = f"{who} was stopped from outside, in order; it is not restarted"
+                actions.append(Log(logging.WARNING, text, task.key))
         elif code == CONFIGURATION_EXIT_CODE:
             self._give_up(task, f"{text}: its configuration is wrong, as it says above; it is not restarted", actions)
         else:
@@ -364,7 +367,7 @@ class Supervisor:
     def _died(self, task: _Task, text: str, now: float, jitter: float, actions: list[Action]) -> None:
         if not self._policy.enabled:
             task.phase = Phase.DEAD
-            actions.append(Log(logging.WARNING, f"{text}; restarts are switched off"))
+            actions.append(Log(logging.WARNING, f"{text}; restarts are switched off", task.key))
         elif task.used >= self._policy.max_restarts:
             plural = "" if task.used == 1 else "s"
             spent = f"after {task.used} restart{plural} in a row" if task.used else "since max_restarts is 0"
@@ -375,7 +378,7 @@ class Supervisor:
             task.phase, task.due, task.cause = Phase.WAITING, now + delay, text
             if delay > 0:
                 wait = f"; restarting in {delay:.1f} s{self._restart_count(task)}"
-                actions.append(Log(logging.WARNING, text + wait))
+                actions.append(Log(logging.WARNING, text + wait, task.key))
 
     def _restart_count(self, task: _Task) -> str:
         return f" (restart {task.used} of {self._policy.max_restarts})" if task.used else ""

@@ -25,6 +25,9 @@ HOT_SHARE = 0.5
 HOT_SERVER = 1.5
 """A server with so many times its fair share of them is."""
 
+BUSY_BYTES = 256 << 10
+"""A hot server is a problem once all servers together move so many bytes a second."""
+
 QUIET_SECONDS = 30.0
 """A worker with a function from which nothing came for so long is worth a word."""
 
@@ -77,14 +80,15 @@ def page(seen: Seen, *, details: bool = False) -> Json:
 
     When the job has ended nobody can be asked any more, so the last errors have theirs in any case.
     """
-    times, rates, losses = seen.series.rows()
+    times, _, losses = seen.series.rows()
     observed, training = seen.observed, seen.observed.training
     stories = _stories(observed.events)
     workers = _workers(seen, stories)
     servers = _servers(seen, stories)
     variables = _variables(seen.rates.variables)
     detailed = MAX_EVENTS if details else LAST_ERRORS if seen.ended else 0
-    problems = _problems(workers, servers, observed.unsaved)
+    problems = _problems(workers, servers, observed.unsaved, _overloaded(seen, servers))
+    loss = seen.series.loss
     return {
         "now": seen.now,
         "began": observed.began,
@@ -94,13 +98,21 @@ def page(seen: Seen, *, details: bool = False) -> Json:
         "memory": seen.memory_bytes,
         "health": _health(seen, problems),
         "queue": _queue(seen),
-        "training": {**asdict(training), "logs": [[name, _number(value)] for name, value in training.logs.items()]},
+        "training": {
+            **asdict(training),
+            "logs": [
+                [name, _number(value if loss is None or name != observed.loss_name else loss)]
+                for name, value in training.logs.items()
+            ],
+            "step_rate": seen.series.step_rate,
+            "example_rate": seen.series.example_rate,
+        },
         "series": {
             "times": [round(seen.now - seen.clock + each, 1) for each in times],
-            "rates": [round(each, 2) for each in rates],
-            "losses": [None if each is None else _number(each) for each in losses],
+            "rates": [round(each, 2) for each in seen.series.curve()],
+            "losses": _loss_curve(losses, loss),
             "loss": observed.loss_name,
-            "loss_now": None if seen.series.loss is None else _number(seen.series.loss),
+            "loss_now": None if loss is None else _number(loss),
         },
         "workers": workers,
         "servers": servers,
@@ -118,6 +130,13 @@ def page(seen: Seen, *, details: bool = False) -> Json:
 def _number(value: float) -> float | str:
     """JSON has no NaN: such a one goes as the word for it."""
     return float(value) if value == value and abs(value) != float("inf") else str(float(value))
+
+
+def _loss_curve(losses: Sequence[float | None], now: float | None) -> list[float | str | None]:
+    """The means of the points; the last one that has any ends at the loss of now, as the number beside the curve."""
+    last = max((at for at, each in enumerate(losses) if each is not None), default=None)
+    drawn = [now if at == last and now is not None else each for at, each in enumerate(losses)]
+    return [None if each is None else _number(each) for each in drawn]
 
 
 def _event(event: Event) -> Json:
@@ -164,12 +183,13 @@ def _common(seen: Seen, peer: PeerAddress, stories: Mapping[str, list[Json]]) ->
 def _workers(seen: Seen, stories: Mapping[str, list[Json]]) -> list[Json]:
     rows = []
     known = {} if seen.look is None else {each.peer.task: each for each in seen.look.workers}
+    exits = seen.observed.exits
     for peer in seen.workers:
         look = known.get(peer.task)
         rate = seen.rates.tasks.get(peer.task, TaskRates())
         slower = None if look is None or seen.look is None else _slower(look, seen.look.workers)
         silent = seen.asked and peer.task not in seen.replies
-        state, good = _state_of_worker(look, seen.replies.get(peer.task), silent)
+        state, good = _state_of_worker(look, seen.replies.get(peer.task), silent, exits.get(peer.task))
         rows.append(
             {
                 **_common(seen, peer, stories),
@@ -190,11 +210,13 @@ def _workers(seen: Seen, stories: Mapping[str, list[Json]]) -> list[Json]:
     return rows
 
 
-def _state_of_worker(look: WorkerLook | None, reply: node_pb2.StatusReply | None, silent: bool) -> tuple[str, str]:
+def _state_of_worker(
+    look: WorkerLook | None, reply: node_pb2.StatusReply | None, silent: bool, exit_: str | None
+) -> tuple[str, str]:
     if look is None:
         return (reply.state, "ok") if reply is not None else ("does not answer", "warn") if silent else ("", "ok")
     if not look.up:
-        return (f"gone: {look.why}" if look.restarts >= 0 else f"not there: {look.why}"), "bad"
+        return f"{'gone' if look.restarts >= 0 else 'not there'}: {exit_ or look.why}", "bad"
     if reply is not None and reply.state == "stopping":
         return "stopping", "warn"
     if silent:
@@ -218,12 +240,14 @@ def _servers(seen: Seen, stories: Mapping[str, list[Json]]) -> list[Json]:
     }
     total = sum(moved.values())
     rows = []
+    exits = seen.observed.exits
     for server in seen.servers:
         peer, reply = server.peer, seen.replies.get(server.peer.task)
         rate = seen.rates.tasks.get(peer.task, TaskRates())
         share = moved.get(peer.task, 0.0) / total if total else 0.0
         if server.gone:
-            state, good = f"out of reach for {server.gone:.0f} s", "bad"
+            exit_ = exits.get(peer.task)
+            state, good = f"out of reach for {server.gone:.0f} s{f': {exit_}' if exit_ else ''}", "bad"
         elif seen.asked and reply is None:
             state, good = "does not answer", "warn"
         else:
@@ -272,7 +296,34 @@ def _variables(variables: Sequence[VariableRates]) -> list[Json]:
     return rows
 
 
-def _problems(workers: Sequence[Json], servers: Sequence[Json], unsaved: Sequence[str]) -> list[str]:
+def _overloaded(seen: Seen, servers: Sequence[Json]) -> list[str]:
+    """Servers that hold the job up, with the variable that most of their load comes from, and what helps."""
+    if sum(row["bytes_in"] + row["bytes_out"] for row in servers) < BUSY_BYTES:
+        return []
+    found = []
+    for row, server in zip(servers, seen.servers, strict=True):
+        if not row["hot"]:
+            continue
+        index, count = server.peer.index, len(servers)
+        text = f"{row['task']} carries {row['share']:.0%} of the load of {count} servers"
+        most = max(seen.rates.variables, key=lambda each: each.servers.get(index, 0.0), default=None)
+        if most is not None and (here := most.servers.get(index, 0.0)) > 0:
+            part = here / most.moved
+            if part > 0.99:
+                mend = f"cut it over the servers: Variable(..., partitioner=FixedShardsPartitioner({count}))"
+            else:
+                mend = (
+                    "the rows that are used most lie there: spread frequent ids (permute or hash them), or cut it "
+                    f"into more shards, such as FixedShardsPartitioner({8 * count})"
+                )
+            text += f", most of it for {most.name}, {part:.0%} of whose traffic goes there; {mend}"
+        found.append(text)
+    return found
+
+
+def _problems(
+    workers: Sequence[Json], servers: Sequence[Json], unsaved: Sequence[str], overloaded: Sequence[str]
+) -> list[str]:
     """What is wrong, the worst first, in sentences."""
     found = [
         f"{row['task']} is {row['state']}: whoever reads or updates there waits"
@@ -306,6 +357,7 @@ def _problems(workers: Sequence[Json], servers: Sequence[Json], unsaved: Sequenc
         names = ", ".join(row["task"] for row in waiting)
         share = max(row["waited"] for row in waiting)
         found.append(f"{names}: up to {share:.0%} of the time goes by in waiting for data; make the reading faster")
+    found += overloaded
     for row in servers:
         if row["lost"]:
             count = sum(row["lost"].values())

@@ -18,6 +18,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
+from pscluster.coordinator.launcher import InheritedReports
+from pscluster.coordinator.local_cluster import LocalCluster
 from pscluster.coordinator.observed import Series
 from pscluster.coordinator.rates import BUSIEST, RateMeter, Rates
 from pscluster.coordinator.status import Asker
@@ -60,6 +62,8 @@ class Watch:
         self._asked = False
         self._series = Series(time.monotonic(), _done(strategy))
         self._observed = strategy.observed
+        resolver = strategy.cluster_resolver
+        self._reports = resolver.reports if isinstance(resolver, LocalCluster) else InheritedReports()
         self._watchers = 0
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -84,7 +88,9 @@ class Watch:
     async def _sample(self) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
         if (strategy := self._strategy()) is not None:
-            self._series.add(time.monotonic(), _done(strategy), self._observed.take_loss())
+            for task, text in self._reports.take():
+                self._observed.exited(task, text)
+            self._series.add(time.monotonic(), _done(strategy), self._observed.take_loss(), self._observed.steps)
 
     async def _show(self) -> None:
         await self._wake.wait()

@@ -468,16 +468,17 @@ class Fit:
         self._batches += steps
         self._training.steps = self._batches
         shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if steps else {}
-        self._tell(shown)
+        self._tell(shown, steps, work.examples)
         if self._line is not None:
             self._line.update(work.units, examples=work.examples, logs=shown)
         if not self._final:
             self._resize(worker, begin, end)
 
-    def _tell(self, logs: Logs) -> None:
-        """Who looks on how far it is."""
+    def _tell(self, logs: Logs, steps: int, examples: int) -> None:
+        """Who looks on how far it is, and how many steps and examples came since the last time."""
         label, observed = f"epoch {self._state.epoch + 1}/{self._epochs}", self._coordinator.strategy.observed
-        observed.trained(Training(label, self._batches, self._training.params.get("steps"), "step", logs))
+        training = Training(label, self._batches, self._training.params.get("steps"), "step", logs)
+        observed.trained(training, steps=steps, examples=examples)
 
     def _resize(self, worker: int, begin: float, end: float) -> None:
         """A function was there from `begin` to `end`, by its clock: is it known now how many steps one should take?"""

@@ -242,6 +242,8 @@ function showTiles(page) {
   const up = page.workers.filter((row) => row.good !== "bad").length;
   const tiles = [
     ["Functions/s", count(queue.rate), "", false],
+    ...(page.training.step_rate === null ? [] : [["Steps/s", count(page.training.step_rate), "", false]]),
+    ...(page.training.example_rate === null ? [] : [["Examples/s", count(page.training.example_rate), "", false]]),
     ["Workers up", `${up}`, `of ${page.workers.length}`, up < page.workers.length],
     ["In the queue", whole.format(queue.waiting), "", false],
     ["With workers", whole.format(queue.running), "", false],
@@ -274,14 +276,22 @@ function showTiles(page) {
 const charts = new Map();
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function chart(id, data, write) {
+// The range of an axis: from 0 for rates; around what there is for a loss, which may lie far from 0.
+const fromZero = (_, low, high) => (low === null ? [0, 1] : [Math.min(0, low), high > 0 ? 1.08 * high : 1]);
+const around = (_, low, high) => {
+  if (low === null) return [0, 1];
+  const margin = 0.08 * (high - low) || 0.08 * Math.abs(high) || 1;
+  return [low - margin, high + margin];
+};
+
+function chart(id, data, write, range) {
   const holder = $(id);
   let known = charts.get(id);
   if (!known) {
     const axis = { stroke: style("--quiet"), grid: { stroke: style("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
     known = new uPlot({
       width: holder.clientWidth, height: 190, legend: { show: false }, cursor: { drag: { x: false, y: false } },
-      scales: { x: { time: true }, y: { range: (_, low, high) => (low === null ? [0, 1] : [Math.min(0, low), high > 0 ? 1.08 * high : 1]) } },
+      scales: { x: { time: true }, y: { range } },
       axes: [{ ...axis, values: (_, times) => times.map((time) => at(time)), space: 80, size: 28 },
         { ...axis, size: 56, values: (_, values) => values.map(write) }],
       series: [{}, { stroke: style("--accent"), width: 2, points: { show: false }, spanGaps: true }],
@@ -295,7 +305,7 @@ function chart(id, data, write) {
 
 function showCharts(page) {
   const { times, rates, losses, loss, loss_now } = page.series;
-  if (times.length > 1) chart("rate-chart", [times, rates], count);
+  if (times.length > 1) chart("rate-chart", [times, rates], count, fromZero);
   set($("rate-now"), times.length ? `now ${count(page.queue.rate)}` : "");
   const highest = Math.max(0, ...rates);
   $("rate-chart").setAttribute("aria-label",
@@ -303,7 +313,7 @@ function showCharts(page) {
   const known = losses.filter((value) => typeof value === "number");
   $("loss-figure").hidden = !known.length;
   if (known.length) {
-    chart("loss-chart", [times, losses.map((value) => (typeof value === "number" ? value : null))], number);
+    chart("loss-chart", [times, losses.map((value) => (typeof value === "number" ? value : null))], number, around);
     set($("loss-name"), loss);
     set($("loss-now"), `now ${number(loss_now)}`);
     $("loss-chart").setAttribute("aria-label",
