@@ -31,7 +31,7 @@ from tests.conftest import is_gone
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, errors
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("variables", "optimizers", "checkpoints", "datasets", "training", "observability", "dashboard")
+NAMES = ("variables", "optimizers", "checkpoints", "datasets", "training", "workers", "observability", "dashboard")
 DOCUMENTS = [f"docs/{name}.md" for name in NAMES]
 TABLE = "| call | error | message |"
 
@@ -131,6 +131,7 @@ def execute(statement: Statement, name: str, namespace: dict[str, Any]) -> None:
 def test_what_a_document_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it shows can be run, gives what it says, and leaves nothing behind. Relative paths are of `tmp_path`."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # for `pscluster`
     namespace: dict[str, Any] = {"__name__": "__main__"}  # a script's: its functions and classes travel by value
     found = list(statements((ROOT / name).read_text(encoding="utf-8")))
