@@ -124,6 +124,8 @@ class StateDirectory:
 
     def reuse_segment(self, path: Path) -> None:
         """If a segment of the log is needed no more, let it have this name."""
+        if self.fsync and (self.path / _SPARE).exists():
+            self.sync_names()  # else a power failure may bring its old name back, with what is written now in it
         with contextlib.suppress(FileNotFoundError):
             (self.path / _SPARE).rename(path)
 

@@ -138,6 +138,8 @@ class Log:
                 if self._file >= 0:
                     os.ftruncate(self._file, self._end)
                     self._allocated = self._end
+                    if self._directory.fsync:  # what was behind its end must not come back once it is not the last
+                        os.fsync(self._file)
                 reach("ps.segment.before")
                 new.replace(path)  # with its name it is the last segment
                 reach("ps.segment.after")
