@@ -39,6 +39,7 @@ from pscluster.core.errors import (
 )
 from pscluster.core.values import encode, encode_call
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
+from pscluster.worker.failures import failure_of
 
 Outcome = worker_pb2.Outcome
 Take = Callable[[Any, Sequence[Outcome]], None]
@@ -149,6 +150,13 @@ class StrawServer(PsLink):
         self.told: list[list[tuple[int, int]]] = []
         self.answers: list[Exception | None] = []
         self.closing: Exception | None = None
+        self.checked: asyncio.Event = asyncio.Event()
+        self.verdict: PSUnavailableError | None = None
+
+    async def check(self) -> PSUnavailableError | None:
+        """As the test says, when it says so."""
+        await self.checked.wait()
+        return self.verdict
 
     async def watch(self) -> PSUnavailableError:
         """It is never lost."""
@@ -502,6 +510,36 @@ def test_updates_that_cannot_be_shut_out_are_a_lost_server(straw: Callable[..., 
     on_loop(scenario)
     with pytest.raises(PSUnavailableError, match="ps 0 can't be reached"):
         cluster.dispatcher.join(PATIENCE)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_worker_says_that_a_server_is_lost(straw: Callable[..., Straw], lost: bool) -> None:
+    """Nobody is told of it before it is known whether that is so; then it is final, or an error as any other."""
+    cluster = straw(servers=2)
+    (worker,) = cluster.workers
+    said = PSUnavailableError("ps 1 can't be reached")
+
+    async def scenario() -> None:
+        await cluster.start()
+        value = cluster.schedule()
+        await until(lambda: worker.last.functions)
+        (number,) = worker.last.functions
+        worker.last._tell([Outcome(function=number, kind=Outcome.FAILED, failure=failure_of(said))])
+        await until(lambda: value.status is RemoteValueStatus.FAILED)
+        await settled()
+        assert not cluster.dispatcher.done(), "its error may have to be final"
+        if lost:
+            cluster.servers[1].verdict = PSUnavailableError("ps 1 is lost")
+        for server in cluster.servers:
+            server.checked.set()
+
+    on_loop(scenario)
+    for call in (cluster.dispatcher.join, cluster.dispatcher.join):
+        with pytest.raises(PSUnavailableError, match="is lost" if lost else "can't be reached"):
+            call(PATIENCE)
+        if not lost:
+            break
+    assert lost or cluster.dispatcher.done()
 
 
 def test_a_job_of_the_coordinator_that_fails_is_everybodys_error(straw: Callable[..., Straw]) -> None:

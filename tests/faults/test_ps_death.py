@@ -94,6 +94,11 @@ def test_a_server_that_is_frozen_for_good(monkeypatch: pytest.MonkeyPatch, data_
         try:
             with ThreadPoolExecutor(len(waits)) as pool:
                 errors = [waiting.exception() for waiting in [pool.submit(wait) for wait in waits]]
+            # A worker and the coordinator's client have said so; the coordinator's link has nothing noticed yet.
+            calls = (coordinator.join, coordinator.done, lambda: coordinator.schedule(small.numpy), coordinator.join)
+            for call in calls:
+                with pytest.raises(PSUnavailableError, match="ps 1 at"):
+                    call()
         finally:
             os.kill(cluster.pids["ps", 1], signal.SIGCONT)
         for error in errors:

@@ -299,19 +299,30 @@ def test_a_learning_rate_that_is_set_while_a_disk_is_full() -> None:
         assert rule.learning_rate == 10.0
 
 
-def test_progress_that_is_lost_is_counted() -> None:
-    """What the coordinator was told of is compared, though nobody updates it behind the death."""
+def test_what_is_lost_is_counted_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What the coordinator and workers were told of is compared, though nobody updates it behind the death."""
     with running_job(num_ps=1, num_workers=1, shards=1, durability="snapshot") as job:
         with job.strategy.scope():
             variable = Variable(np.zeros(3, np.float32), name="variable")
+            by_worker = Variable(np.zeros(3, np.float32), name="by a worker")
         job.strategy.save_progress(epoch=0)
         job.strategy.client.check_saved(["pscluster/progress"])
         resource.prlimit(job.cluster.pids["ps", 0], resource.RLIMIT_FSIZE, (0, -1))  # nothing is saved from now on
         for epoch in range(1, 6):
             job.strategy.save_progress(epoch=epoch)
             variable.assign_add(1.0)
-        kill(job, 0)
-        assert job.strategy.lost_updates() == {"pscluster/progress": 5, "variable": 5}
+            job.coordinator.schedule(lambda: by_worker.assign_add(1.0))
+        job.coordinator.join(PATIENCE)
+        link = job.coordinator._dispatcher._servers[0]
+        job.cluster.kill("ps", 0, timeout=PATIENCE)
+        until(lambda: link.returns, "the coordinator has it again")
+        job.coordinator.join(PATIENCE)
+        told = [record.getMessage() for record in caplog.records]
+        (said,) = [text for text in told if "acknowledged updates were lost" in text]
+        for name in ("pscluster/progress", "variable", "by a worker"):
+            assert f"5 of '{name}'" in said
+        lost = {"pscluster/progress": 5, "variable": 5, "by a worker": 5}
+        assert job.strategy.lost_updates() == lost
         assert job.strategy.progress == {"epoch": 0}
         kill(job, 0)
-        assert job.strategy.lost_updates() == {"pscluster/progress": 5, "variable": 5}, "counted once, and kept"
+        assert job.strategy.lost_updates() == lost, "counted once, and kept"

@@ -383,6 +383,11 @@ class _Node:
 class _NoClient:
     """A worker's client that reaches nobody."""
 
+    num_servers = 1
+
+    def tell_seen(self, servers: Sequence[int]) -> None:
+        """Nobody is told."""
+
     def close(self) -> None:
         """Nothing to close."""
 
@@ -394,8 +399,8 @@ class _Worker:
         self._service = WorkerService(self._role)
 
     def call(self, data: bytes) -> None:
-        """An upload that brings no code, a recall, a release, a download."""
-        which, rest = (data[0] % 4, data[1:]) if data else (0, b"")
+        """An upload that brings no code, a recall, a release, a download, a question for what was seen."""
+        which, rest = (data[0] % 5, data[1:]) if data else (0, b"")
         if which == 0:
             frames = rest.split(b"\xa5\x5a\xa5")[:3]
             if unpack(frames[0], worker_pb2.UploadRequest)[0].WhichOneof("body") != "definition":
@@ -404,6 +409,8 @@ class _Worker:
             self._service.recall(worker_pb2.RecallRequest.FromString(rest), _context())
         elif which == 2:
             self._service.release(worker_pb2.ReleaseRequest.FromString(rest), _context())
+        elif which == 4:
+            self._service.tell_seen(worker_pb2.TellSeenRequest.FromString(rest), _context())
         else:
             list(self._service.download(worker_pb2.DownloadRequest.FromString(rest), _context()))
 
@@ -428,6 +435,7 @@ class _Worker:
             b"\1" + recall.SerializeToString(),
             b"\2" + release.SerializeToString(),
             b"\3" + worker_pb2.DownloadRequest(incarnation=number, function=1).SerializeToString(),
+            b"\4" + worker_pb2.TellSeenRequest(incarnation=number, servers=[0]).SerializeToString(),
         ]
 
 

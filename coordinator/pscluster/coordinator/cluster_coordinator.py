@@ -254,7 +254,10 @@ class ClusterCoordinator:
             PSUnavailableError: a parameter server is lost.
             WaitTimeoutError: `timeout` seconds have passed; the message says what waits and which workers are missing.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         self._dispatcher.join(timeout)
+        # A server that came back while functions ended may have lost what they did: that has been said by now.
+        self.strategy.wait_for_losses(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def cancel_waiting(self, values: Iterable[RemoteValue]) -> int:
         """Cancel those of these functions that no worker has begun, once all that run have ended; how many.

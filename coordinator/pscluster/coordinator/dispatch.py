@@ -38,6 +38,7 @@ from pscluster.coordinator.counts import CoordinatorCounts
 from pscluster.coordinator.distributed import DataPart
 from pscluster.coordinator.links import (
     LOST_CONNECTION,
+    TELL_SECONDS,
     Distrust,
     PsLink,
     WorkerConnection,
@@ -121,6 +122,7 @@ E = TypeVar("E", bound=FunctionError)
 
 _STEP_BYTES = 64  # of a step without arguments
 _DATASET_ERROR = DatasetError.__module__, DatasetError.__qualname__
+_SERVER_LOST = PSUnavailableError.__module__, PSUnavailableError.__qualname__
 
 
 @dataclass(slots=True)
@@ -480,7 +482,7 @@ class Dispatcher:
         """Wait until everything scheduled has ended. Raises the first error, once."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            while not self._scheduler.idle:
+            while not self._scheduler.settled:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise WaitTimeoutError(f"not done after {timeout:g} s: {self._describe()}")
@@ -493,7 +495,7 @@ class Dispatcher:
             error = self._scheduler.take_error()
             if error is not None:
                 raise error.with_traceback(None)
-            return self._scheduler.idle
+            return self._scheduler.settled
 
     def _raise_error(self) -> None:
         """Under the lock. Waits until what runs has stopped, then raises the error, if there is one."""
@@ -981,7 +983,7 @@ class Dispatcher:
         try:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._servers))
         except PsClusterError as error:
-            if had_tasks:
+            if had_tasks or isinstance(error, PSUnavailableError):
                 why = f"the updates of a lost worker can't be shut out from all parameter servers: {error}"
                 self._abort(PSUnavailableError(why), final=True)
         reach("coordinator.close.after")
@@ -1127,6 +1129,9 @@ class Dispatcher:
                 if _is_of_link(failure):
                     raise
                 self._resources.pop(number, None)
+                if isinstance(failure, PSUnavailableError):
+                    with self._lock:
+                        self._doubt_servers()
                 self._abort(self._not_begun(recipe.function, link.peer.index, 0, failure), final=False)
             link.built.add(number)
             if number not in self._resources:  # released while it was built
@@ -1207,6 +1212,8 @@ class Dispatcher:
             self._settle_cancelled([task])
             return False
         what = "failed" if kind == Outcome.FAILED else "ran too long"
+        if (outcome.failure.module, outcome.failure.qualname) == _SERVER_LOST:
+            self._doubt_servers()
         if self._may_retry(index, task, what, outcome.failure):
             remember("failed, run again")
             return True
@@ -1312,6 +1319,8 @@ class Dispatcher:
     def _fail(self, index: int, number: int, failure: Exception) -> None:
         """A function that never ran fails: it, or its arguments, can't be brought to the worker."""
         with self._changed:
+            if isinstance(failure, PSUnavailableError):
+                self._doubt_servers()
             task = self._scheduler.workers[index].sent.get(number)
             if task is not None:
                 error = self._not_begun(task.payload.function, index, task.attempts, failure)
@@ -1354,12 +1363,19 @@ class Dispatcher:
         self._observed.tell(self._links[index].peer.task, "error", head, error.remote_traceback)
 
     def _abort(self, error: Exception, *, final: bool) -> None:
-        self._observed.tell("coordinator", "error", str(error))
-        with self._changed:
+        """On the loop's thread."""
+        self._recall(self._aborted(error, final=final))
+
+    def _aborted(self, error: Exception, *, final: bool) -> list[Recall]:
+        """On any thread: what is to be asked back."""
+        with self._lock:
+            news = not self._scheduler.final
             self._settle_cancelled(self._scheduler.abort(error, final=final))
             recalls = self._all_recalls()
             self._changed.notify_all()
-        self._recall(recalls)
+        if news:
+            self._observed.tell("coordinator", "error", str(error))
+        return recalls
 
     # Taking back
 
@@ -1415,6 +1431,56 @@ class Dispatcher:
             return
         logger.error("%s", error)
         self._abort(error, final=True)
+
+    async def tell_seen(self, servers: Sequence[int]) -> None:
+        """Have all workers that are there tell these servers of how many updates they were told."""
+
+        async def tell(connection: WorkerConnection) -> None:
+            with suppress(*LOST_CONNECTION, TimeoutError):  # then what is known is less
+                await asyncio.wait_for(connection.tell_seen(servers), TELL_SECONDS)
+
+        await asyncio.gather(
+            *(tell(link.connection) for link in self._links if link.up and link.connection is not None)
+        )
+
+    def server_is_lost(self, error: PSUnavailableError) -> None:
+        """The coordinator's own client has found it out: final. On any thread, without the lock."""
+        if self._closed:
+            return
+        recalls = self._aborted(error, final=True)
+        if recalls:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._recall, recalls)
+
+    def _doubt_servers(self) -> None:
+        """Under the lock: a worker says that a server is lost. It may be, or be out of the worker's reach only."""
+        if self._scheduler.final or self._closed:
+            return
+        self._scheduler.doubt()
+        try:
+            self._loop.call_soon_threadsafe(self._check_servers)
+        except RuntimeError:  # the loop is closed
+            self._scheduler.no_doubt()
+
+    def _check_servers(self) -> None:
+        """On the loop's thread."""
+        checks = [self._loop.create_task(server.check()) for server in self._servers]
+
+        async def check() -> None:
+            try:
+                for done in asyncio.as_completed(checks):
+                    if (error := await done) is not None and not self._closed:
+                        logger.error("%s", error)
+                        self._abort(error, final=True)
+                        break
+            finally:
+                for each in checks:
+                    each.cancel()
+                with self._lock:
+                    self._scheduler.no_doubt()
+                    self._changed.notify_all()
+
+        self._in_background(check())
 
     async def _collect_finished(self, untold: Sequence[IntervalSet]) -> None:
         while True:

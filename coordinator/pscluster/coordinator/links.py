@@ -26,6 +26,7 @@ import tenacity
 
 from pscluster.coordinator.observed import Observed
 from pscluster.core.channels import (
+    HELLO_SECONDS,
     NODE_SERVICE,
     PeerAddress,
     open_aio_channel,
@@ -57,10 +58,12 @@ from pscluster.worker.service import SERVICE as WORKER_SERVICE
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
+TELL_SECONDS = 5.0
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
 _WAIT = tenacity.wait_random_exponential(multiplier=0.05, max=0.25)
 _REDIAL_SECONDS = 0.05, 0.5  # at least, and at most
+_CHECK_SECONDS = 0.1
 _FEW = 3  # attempts of what nobody is to wait long for
 _STEPS = f"/{WORKER_SERVICE.full_name}/Steps"
 _UNLOADED_SECONDS = 600.0  # a definition or dataset may take long to load
@@ -105,6 +108,7 @@ class PsLink:
 
     gone_since = 0.0  # 0: it is there
     returns = 0  # how often it was taken again
+    on_return: Callable[[PsLink], None] | None = None  # called on the loop when a server is back that was restored
 
     def __init__(
         self,
@@ -226,9 +230,9 @@ class PsLink:
                 why = error.last_attempt.exception() if isinstance(error, tenacity.RetryError) else error
                 if isinstance(why, PSUnavailableError):
                     return why
-                return PSUnavailableError(
-                    f"{self.peer} is lost, and with it its shards of all variables: {self._distrust.why or why}"
-                )
+                return self._lost(why)
+            if self.restored and self.on_return is not None:
+                self.on_return(self)
             took, self.gone_since = time.monotonic() - gone, 0.0
             self.returns += 1
             if self.restored:
@@ -237,6 +241,34 @@ class PsLink:
             else:
                 logger.info("%s is in reach again after %.1f s", self.peer, took)
                 self._observed.tell(self.peer.task, "up", f"is in reach again after {took:.1f} s")
+
+    async def check(self) -> PSUnavailableError | None:
+        """Why the server is lost, of which somebody else has said so; None if it answers, and holds what it held.
+
+        Whoever says so has waited for it already. So has this, where it was found to be gone before.
+        """
+        request, since = node_pb2.HelloRequest(identity=self._request.coordinator), 0.0
+        while True:
+            asked = time.monotonic()
+            try:
+                reply = await self._node.hello(request, timeout=min(HELLO_SECONDS, self._request.ps_timeout))
+            except LOST_CONNECTION as error:
+                failure = why_lost(error, str(self.peer))
+            else:
+                if not self.holding or reply.holding == self.holding:
+                    return None
+                return PSUnavailableError(
+                    f"{self.peer} is lost: it was restarted without its variables, or works for another job"
+                )
+            since = since or asked
+            if time.monotonic() - min(since, self.gone_since or since) >= self._request.ps_timeout:
+                return self._lost(failure)
+            await asyncio.sleep(_CHECK_SECONDS)
+
+    def _lost(self, why: object) -> PSUnavailableError:
+        return PSUnavailableError(
+            f"{self.peer} is lost, and with it its shards of all variables: {self._distrust.why or why}"
+        )
 
     async def close_incarnation(self, incarnation: int) -> None:
         """Nothing of it is applied on this server afterwards. PSUnavailableError if the server is lost."""
@@ -506,6 +538,18 @@ class WorkerConnection:
         ):
             with attempt:
                 await self._worker.recall(request, timeout=CALL_SECONDS)
+
+    async def tell_seen(self, servers: Sequence[int]) -> None:
+        """Have the worker tell these servers of how many updates it was told."""
+        request = worker_pb2.TellSeenRequest(incarnation=self.incarnation, servers=servers)
+        async for attempt in tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(is_retryable),
+            wait=_WAIT,
+            stop=tenacity.stop_after_attempt(_FEW),
+            reraise=True,
+        ):
+            with attempt:
+                await self._worker.tell_seen(request, timeout=TELL_SECONDS)
 
     async def release(self, resources: Sequence[int] = (), definitions: Sequence[str] = ()) -> None:
         """Nobody uses these any more."""

@@ -21,7 +21,10 @@ The first error wins: it is kept, all that is blocked or queued is cancelled, an
 recalled. (But for the error of a task that stands apart: it ends nothing but itself.) The error can be taken,
 once, when nothing is sent or in limbo any more: at that moment nothing executes, and the scheduler is as new. An
 error that is `final` (a parameter server is lost) is not cleared by being taken: it is raised again by every later
-call.
+call. Where somebody has said that a server is lost, it is found out whether that is so:
+
+    SURE  --doubt--> DOUBTS  no error can be taken, since it may have to be final
+    DOUBTS --no_doubt, as often--> SURE   after an `abort`, where it was so
 
 A function has begun when an attempt of it may have changed something: its worker was lost, whose outcomes may be lost
 with it, or it failed and is to run again. It stays so until it ends, wherever it is. What makes a cut through the job
@@ -142,6 +145,7 @@ class Scheduler(Generic[P]):
         self.workers: list[WorkerState[P]] = [WorkerState() for _ in range(num_workers)]
         self.error: Exception | None = None
         self.final = False
+        self.doubts = 0  # ways in which it is being found out whether a server is lost
         self.ended: list[int] = []
         self.failed = self.were_cancelled = 0  # of those that have ended
         self._max_attempts = max_attempts
@@ -195,6 +199,11 @@ class Scheduler(Generic[P]):
         return not self.waiting and not self.in_flight
 
     @property
+    def settled(self) -> bool:
+        """Idle, and it is known of each error whether it is final."""
+        return self.idle and (self.final or not self.doubts)
+
+    @property
     def begun(self) -> list[Task[P]]:
         """Tasks that have begun, and wait to be run again."""
         return list(self._begun)
@@ -240,12 +249,20 @@ class Scheduler(Generic[P]):
 
     def take_error(self) -> Exception | None:
         """The error, if there is one and nothing executes any more; cleared by this unless it is final."""
-        if self.error is None or self.in_flight:
+        if self.error is None or self.in_flight or (self.doubts and not self.final):
             return None
         error = self.error
         if not self.final:
             self.error = None
         return error
+
+    def doubt(self) -> None:
+        """Somebody says that a parameter server is lost for good."""
+        self.doubts += 1
+
+    def no_doubt(self) -> None:
+        """It is known whether it is."""
+        self.doubts -= 1
 
     # The workers' side
 

@@ -31,6 +31,7 @@ from pscluster.coordinator.job_progress import TRAINING, JobProgress
 from pscluster.coordinator.links import PsLink, out_of_reach
 from pscluster.coordinator.live_job import LiveJob, continue_job, default_job_name
 from pscluster.coordinator.local_cluster import LocalCluster
+from pscluster.coordinator.losses import Losses
 from pscluster.coordinator.observed import Observed
 from pscluster.coordinator.partitioners import partition_for
 from pscluster.coordinator.partly_applied import PartlyApplied
@@ -45,7 +46,14 @@ from pscluster.core.channels import PeerAddress, wait_for_peers
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, is_loopback, split_address, validate_for_strategy
 from pscluster.core.definitions import capture, split_off_bulk
 from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
-from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, ProtocolError, PsClusterError
+from pscluster.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MisuseError,
+    ProtocolError,
+    PsClusterError,
+    PSUnavailableError,
+)
 from pscluster.core.fault_points import arm, reach
 from pscluster.core.geometry import Partition
 from pscluster.core.handles import Handle
@@ -172,6 +180,8 @@ class ParameterServerStrategy(Strategy):
         """What has happened, for who looks on."""
         self.partly_applied = PartlyApplied()
         """Functions that have ended and left a part of their updates."""
+        self._losses = Losses(self._count_losses, self.observed)
+        self._lost: PSUnavailableError | None = None  # a parameter server, for good
         self._half_restored = ""  # why some servers have a checkpoint's values, and others perhaps not
         self.job = fresh_id()
         self._live = LiveJob()
@@ -186,6 +196,7 @@ class ParameterServerStrategy(Strategy):
         if [peer.index for peer in ps] != list(range(len(ps))):
             raise ConfigurationError("the cluster's parameter servers must be numbered from 0 without gaps")
         client = PsClient(ps, self.identity, job=self.job, incarnation=fresh_id(), retry_seconds=ps_timeout)
+        client.on_lost = self._server_is_lost
         super().__init__(client)
         self._attach_request = node_pb2.AttachRequest(
             coordinator=self.identity,
@@ -275,6 +286,7 @@ class ParameterServerStrategy(Strategy):
             await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
             raise
         for server in servers:
+            server.on_return = self._is_back
             server.begin()
         self._servers = servers
         reach("coordinator.attach.after")
@@ -286,6 +298,25 @@ class ParameterServerStrategy(Strategy):
         holdings = [server.holding for server in servers]
         self._client.expect(holdings)
         self._attach_request.holdings.extend(holdings)
+
+    def _server_is_lost(self, error: PSUnavailableError) -> None:
+        """The coordinator's client has found out that one is, before its link has: it is so for everybody."""
+        self._lost = error
+        if self._dispatcher is not None:
+            self._dispatcher.server_is_lost(error)
+
+    def _is_back(self, server: PsLink) -> None:
+        """On the loop's thread: a server that was restored."""
+
+        async def tell_seen() -> None:
+            if self._dispatcher is not None:
+                await self._dispatcher.tell_seen([server.peer.index])
+
+        self._losses.begin(tell_seen)
+
+    def wait_for_losses(self, left: float | None) -> None:
+        """Until it is known, and said, what servers that came back have lost; `left` seconds at most, and not long."""
+        self._losses.wait(left, lambda: bool(self.out_of_reach()))
 
     async def _declare_again(self, server: int, optimizers: Sequence[int]) -> None:
         """For a server that came back: the rules that it keeps nowhere."""
@@ -349,6 +380,8 @@ class ParameterServerStrategy(Strategy):
         )
         self._dispatcher = dispatcher
         loop.run(dispatcher.start())
+        if self._lost is not None:
+            dispatcher.server_is_lost(self._lost)
         return dispatcher
 
     def close(self, reason: str = "the coordinator's script has ended") -> None:
@@ -384,6 +417,7 @@ class ParameterServerStrategy(Strategy):
                 loop.run(server.close())
         finally:  # Ctrl-C included
             _open.discard(self)
+            self._losses.close()
             self._client.close()
             if self._server is not None:
                 self._server.stop(0)
@@ -616,12 +650,21 @@ class ParameterServerStrategy(Strategy):
     def lost_updates(self) -> dict[str, int]:
         """Updates that were acknowledged and lost when parameter servers died, by variable; {} if none is known of.
 
+        It is found out, and said in the log, as soon as such a server is back: `join` waits for that.
+
         A lower bound: what clients that are still there were told of, beyond what the servers had saved. Of several
         shards the one counts that has lost most. Records of a log that can't be read count under `(unknown)`.
 
         Raises:
             UnavailableError: a server does not answer.
         """
+        if self._dispatcher is not None and not self._closed:
+            away = self.out_of_reach()
+            there = [server.peer.index for server in self._servers if server.peer not in away]
+            loop.run(self._dispatcher.tell_seen(there))
+        return self._count_losses()
+
+    def _count_losses(self) -> dict[str, int]:
         self._client.tell_seen()
         found: dict[str, int] = {}
         for reply in self._client.statuses():

@@ -169,6 +169,18 @@ class RecallReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class TellSeenRequest(_message.Message):
+    __slots__ = ("incarnation", "servers")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    servers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnation: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TellSeenReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DownloadRequest(_message.Message):
     __slots__ = ("incarnation", "function")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]

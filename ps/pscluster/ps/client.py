@@ -168,6 +168,8 @@ class PsClient:
         self._timeout = request_timeout
         self._sequences = _Sequences()
         self._closed = False
+        self.on_lost: Callable[[PSUnavailableError], None] | None = None
+        """Is told of each error that says that a server is lost, before that is raised."""
         self._pulled = self._pushed = 0
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # by shard: life of its server, and updates then
         self._declared: dict[int, tuple[ps_pb2.OptimizerSpec, list[definition_pb2.Definition | None]]] = {}
@@ -252,7 +254,7 @@ class PsClient:
             failure = error
         try:
             if isinstance(failure, StaleError):
-                server.check_holding()  # a server that was restarted knows nothing of the job
+                self._check_holding(server)  # a server that was restarted knows nothing of the job
             if not _may_pass(failure):
                 raise failure
             function = current_function()
@@ -273,7 +275,7 @@ class PsClient:
             self._begin()  # it may have been cancelled meanwhile
             # Where nobody serves any more, an attempt may take long to find out.
             left = failing_since + self._retry_seconds - time.monotonic()
-            server.check_holding(min(HELLO_SECONDS, max(left, 1.0)))
+            self._check_holding(server, min(HELLO_SECONDS, max(left, 1.0)))
             return self._once(server, attempt)
 
         try:
@@ -287,9 +289,22 @@ class PsClient:
 
     def _gone(self, server: Server, last: BaseException | None) -> PSUnavailableError:
         why = explain(server.peer.address, server.peer.tls)
-        return PSUnavailableError(
+        error = PSUnavailableError(
             f"{server.peer} can't be reached, tried for {self._retry_seconds:g} s: {why} ({last})"
         )
+        self._tell_lost(error)
+        return error
+
+    def _check_holding(self, server: Server, timeout: float = HELLO_SECONDS) -> None:
+        try:
+            server.check_holding(timeout)
+        except PSUnavailableError as error:
+            self._tell_lost(error)
+            raise
+
+    def _tell_lost(self, error: PSUnavailableError) -> None:
+        if self.on_lost is not None and not self._closed:
+            self.on_lost(error)
 
     def _exchange(
         self,
@@ -643,15 +658,20 @@ class PsClient:
             return lambda: self._once(server, attempt)
         return lambda: self._retrying(server, attempt)
 
-    def tell_seen(self) -> None:
-        """Have the servers compare what they have with what this client was told of: they may have come back since."""
+    def tell_seen(self, servers: Iterable[int] | None = None) -> None:
+        """Have the servers compare what they have with what this client was told of: they may have come back since.
+
+        Args:
+            servers: by index; None: all.
+        """
         seen = [
             ps_pb2.SeenUpdates(variable=variable, shard=shard, life=life, updates=updates)
             for (variable, shard), (life, updates) in list(self._seen.items())
         ]
         if seen:
-            for server in self._servers:  # what another one holds changes nothing
-                self._describe(server, ps_pb2.DescribeRequest(job=self.job, seen=seen))
+            # What another one holds changes nothing.
+            for index in range(len(self._servers)) if servers is None else servers:
+                self._describe(self._servers[index], ps_pb2.DescribeRequest(job=self.job, seen=seen))
 
     def statuses(self) -> list[node_pb2.StatusReply]:
         """Every server's account of itself."""

@@ -86,6 +86,18 @@ class Job:
                 self._connected = True
         return self._client
 
+    def tell_seen(self, servers: Sequence[int]) -> None:
+        """Have these servers compare what they have with what this worker was told of.
+
+        Raises:
+            ProtocolError: there is no such server.
+        """
+        if wrong := [index for index in servers if index >= self._client.num_servers]:
+            raise ProtocolError(f"there is no parameter server {wrong[0]}: there are {self._client.num_servers}")
+        # Not on behalf of the function that runs, which may have been asked to stop.
+        with running(self.context(function=0, attempt=0)):
+            self._client.tell_seen(servers)
+
     # Handles
 
     def resolve_handle(self, kind: str, key: str) -> Handle:

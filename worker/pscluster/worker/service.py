@@ -269,6 +269,14 @@ class WorkerService:
         self._role.job(request.incarnation).release(request.resources, request.definitions)
         return worker_pb2.ReleaseReply()
 
+    def tell_seen(
+        self, request: worker_pb2.TellSeenRequest, _context: grpc.ServicerContext
+    ) -> worker_pb2.TellSeenReply:
+        """Tell servers of how many updates this worker was told."""
+        check_count(len(request.servers), MAX_COUNT, "parameter servers to tell")
+        self._role.job(request.incarnation).tell_seen(request.servers)
+        return worker_pb2.TellSeenReply()
+
 
 def _check(first: worker_pb2.UploadRequest) -> None:
     """ProtocolError if more is announced than may come."""
