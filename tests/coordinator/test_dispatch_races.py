@@ -32,6 +32,7 @@ from pscluster.core.definitions import CapturedFunction, capture
 from pscluster.core.errors import (
     BusyError,
     FunctionError,
+    FunctionTimeoutError,
     MisuseError,
     PsClusterError,
     PSUnavailableError,
@@ -150,7 +151,10 @@ class StrawServer(PsLink):
         self.told: list[list[tuple[int, int]]] = []
         self.answers: list[Exception | None] = []
         self.closing: Exception | None = None
-        self.checked: asyncio.Event = asyncio.Event()
+        self.shutting_out: list[tuple[int, int]] = []
+        self.may_shut_out = asyncio.Event()
+        self.may_shut_out.set()
+        self.checked = asyncio.Event()
         self.verdict: PSUnavailableError | None = None
 
     async def check(self) -> PSUnavailableError | None:
@@ -168,9 +172,14 @@ class StrawServer(PsLink):
         if self.closing is not None:
             raise self.closing
 
-    async def finish_functions(self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = ()) -> None:
+    async def finish_functions(
+        self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = (), *, shut_out: bool = False
+    ) -> None:
         """As the test says."""
         del keys
+        if shut_out:
+            self.shutting_out += intervals
+            await self.may_shut_out.wait()
         self.told.append(list(intervals))
         answer = self.answers.pop(0) if self.answers else None
         if answer is not None:
@@ -198,15 +207,16 @@ class Straw:
         await self.dispatcher.start()
         await until(lambda: self.dispatcher.workers_up == len(self.workers))
 
-    def schedule(self, function: CapturedFunction | None = None, *, size: int = 0) -> RemoteValue:
+    def schedule(
+        self, function: CapturedFunction | None = None, *, size: int = 0, timeout: float | None = None
+    ) -> RemoteValue:
         """Enter a function with an argument beside the message, of that size."""
         function = function or self._function
         step = worker_pb2.Step(definition=function.digest)
         encode_call((), {}, into=step.arguments)
         value = RemoteValue(function.name, no_handle)
-        self.dispatcher.submit(
-            Call(function, weakref.ref(value), step.arguments, [memoryview(bytes(size))] if size else [])
-        )
+        attachments = [memoryview(bytes(size))] if size else []
+        self.dispatcher.submit(Call(function, weakref.ref(value), step.arguments, attachments, timeout=timeout))
         return value
 
     def state(self, index: int) -> list[int]:
@@ -510,6 +520,147 @@ def test_updates_that_cannot_be_shut_out_are_a_lost_server(straw: Callable[..., 
     on_loop(scenario)
     with pytest.raises(PSUnavailableError, match="ps 0 can't be reached"):
         cluster.dispatcher.join(PATIENCE)
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+def test_a_function_that_is_ended_and_goes_on(straw: Callable[..., Straw], how: str) -> None:
+    """Its value has its error at once; nothing is cut, and no error raised, before every server refuses its updates.
+
+    Its worker gives back what waits there and is given nothing else until it has ended, and its result is dropped.
+    """
+    cluster = straw(workers=1, servers=2)
+    (worker,), dispatcher = cluster.workers, cluster.dispatcher
+    scheduler = dispatcher._scheduler
+
+    async def scenario() -> None:
+        await cluster.start()
+        cluster.servers[1].may_shut_out.clear()
+        scheduler.workers[0].seconds = 1e-6
+        value = cluster.schedule(timeout=1e-9 if how == "timeout" else None)
+        await until(lambda: worker.last.functions == [1])
+        scheduler.begin_cut("a cut")
+        if how == "cancel":
+            assert dispatcher.cancel([value], None) == 1
+        await until(lambda: value.status is not RemoteValueStatus.NOT_READY)
+        await until(lambda: all(server.shutting_out == [(1, 2)] for server in cluster.servers))
+        await settled()
+        assert worker.last.recalls[0] == [1]
+        assert not dispatcher.done()
+        assert not scheduler.take_cut("a cut"), "an update of it may still be applied"
+        cluster.servers[1].may_shut_out.set()
+        await until(scheduler.take_cut, "a cut")
+        scheduler.end_cut("a cut")
+        if how == "timeout":
+            with pytest.raises(FunctionTimeoutError):
+                dispatcher.done()
+        assert dispatcher.done()
+        other = cluster.schedule()
+        await settled()
+        assert worker.last.functions == [1], "the worker still runs the first"
+        worker.last.tell_value(1, encode(7))
+        await until(lambda: worker.last.functions == [1, 2])
+        worker.last.tell_value(2, encode(8))
+        await until(lambda: other.status is RemoteValueStatus.READY)
+        assert value.status is (RemoteValueStatus.FAILED if how == "timeout" else RemoteValueStatus.CANCELLED)
+
+    on_loop(scenario)
+
+
+def test_what_waits_behind_a_function_that_is_ended(straw: Callable[..., Straw]) -> None:
+    """It comes back, for any worker that is free; what was cancelled on its way there is not run."""
+    cluster = straw()
+    (worker,) = cluster.workers
+
+    async def scenario() -> None:
+        await cluster.start()
+        cluster.dispatcher._scheduler.workers[0].seconds = 1e-6
+        values = [cluster.schedule() for _ in range(4)]
+        await until(lambda: worker.last.functions == [1, 2, 3, 4])
+        assert cluster.dispatcher.cancel(values[:2], None) == 2
+        await until(lambda: len(worker.last.recalls) == 2)
+        assert worker.last.recalls == [[1, 2], [3, 4]]
+        worker.last.tell(Outcome.RETURNED, 2, 3, 4)
+        await until(lambda: cluster.state(0) == [])
+        await settled()
+        assert worker.last.functions == [1, 2, 3, 4], "it still runs the first"
+        worker.last.tell(Outcome.CANCELLED, 1)
+        await until(lambda: worker.last.functions == [1, 2, 3, 4, 3, 4])
+        worker.last.tell(Outcome.DONE, 3, 4)
+        await until(lambda: values[3].status is RemoteValueStatus.READY)
+        assert [value.status.value for value in values] == ["cancelled", "cancelled", "ready", "ready"]
+
+    on_loop(scenario)
+
+
+def test_what_is_cancelled_while_it_is_prepared(straw: Callable[..., Straw]) -> None:
+    """It is not sent, and its worker, which will never tell of it, is free."""
+    cluster = straw()
+    (worker,) = cluster.workers
+
+    async def scenario() -> None:
+        await cluster.start()
+        worker.may_upload.clear()
+        value = cluster.schedule(size=1)
+        await until(lambda: worker.last.uploading)
+        assert cluster.dispatcher.cancel([value], None) == 1
+        await until(lambda: worker.last.recalls == [[1]])
+        worker.may_upload.set()
+        await until(lambda: worker.last.functions == [0])
+        other = cluster.schedule()
+        await until(lambda: worker.last.functions == [0, 2])
+        worker.last.tell(Outcome.DONE, 2)
+        await until(lambda: other.status is RemoteValueStatus.READY)
+
+    on_loop(scenario)
+
+
+def test_a_function_that_cannot_be_shut_out_is_a_lost_server(straw: Callable[..., Straw]) -> None:
+    """Nobody may go on as if nothing of it could land any more."""
+    cluster = straw(servers=1)
+    (worker,) = cluster.workers
+    cluster.servers[0].answers = [UnavailableError("ps 0 can't be reached")]
+
+    async def scenario() -> None:
+        await cluster.start()
+        value = cluster.schedule()
+        await until(lambda: worker.last.functions)
+        assert cluster.dispatcher.cancel([value], None) == 1
+
+    on_loop(scenario)
+    for _ in range(2):
+        with pytest.raises(PSUnavailableError, match="ps 0 can't be reached"):
+            cluster.dispatcher.join(PATIENCE)
+
+
+def test_what_waits_for_a_cancelled_value_is_cancelled(straw: Callable[..., Straw]) -> None:
+    """It would wait for ever: also what waits for that in turn, and where only what waits is cancelled."""
+    cluster = straw()
+    (worker,) = cluster.workers
+
+    async def scenario() -> None:
+        await cluster.start()
+        blocker = cluster.schedule()
+        await until(lambda: worker.last.functions)
+
+        def behind(value: RemoteValue) -> RemoteValue:
+            result = RemoteValue("behind", no_handle)
+            call = Call(cluster._function, weakref.ref(result), encode(None), remote={"0": value})
+            cluster.dispatcher.submit(call)
+            return result
+
+        first = behind(blocker)
+        second = behind(first)
+        third = behind(second)
+        cluster.dispatcher.withdraw(cluster.dispatcher.tasks_of([second]))
+        assert [value.status for value in (first, second, third)] == [
+            RemoteValueStatus.NOT_READY,
+            RemoteValueStatus.CANCELLED,
+            RemoteValueStatus.CANCELLED,
+        ]
+        assert cluster.dispatcher.cancel([blocker], None) == 2
+        assert first.status is RemoteValueStatus.CANCELLED
+
+    on_loop(scenario)
 
 
 @pytest.mark.parametrize("lost", [True, False])

@@ -105,6 +105,49 @@ def test_fetch_raises_it_as_often_as_asked(coordinator: ClusterCoordinator) -> N
         failing.fetch()
 
 
+def test_an_error_that_waits_for_a_function_that_hangs(coordinator: ClusterCoordinator, gate: Gate) -> None:
+    """Every wait that ends by its timeout says which error there is and who it waits for; to cancel that frees it."""
+
+    def hangs(path: str) -> None:
+        leave_mark(path, "begun")
+        wait_for_file(path)
+
+    hanging = coordinator.schedule(hangs, args=(gate.path,))
+    until(lambda: marks(gate), "it runs")
+    failing = coordinator.schedule(fails, args=("the cause",))
+    with pytest.raises(ValueError, match="the cause"):
+        failing.fetch(PATIENCE)
+    waits: list[Callable[[], Any]] = [
+        lambda: coordinator.join(0.1),
+        lambda: coordinator.schedule(double, args=(1,), wait=0.1),
+        lambda: hanging.fetch(0.1),
+        lambda: coordinator.fetch([hanging], 0.1),
+    ]
+    for wait in waits:
+        with pytest.raises(errors.WaitTimeoutError, match=r"hangs on worker \d.*fails failed on worker .*the cause"):
+            wait()
+    assert "fails failed on worker" in coordinator.explain()
+    assert "hangs on worker" in coordinator.explain()
+    assert not coordinator.done()
+    assert hanging.cancel()
+    with pytest.raises(ValueError, match="the cause"):
+        coordinator.join(PATIENCE)
+    with pytest.raises(errors.CancelledError):
+        hanging.fetch()
+    assert coordinator.schedule(double, args=(4,), wait=PATIENCE).fetch(PATIENCE) == 8
+    gate.open()
+    until(lambda: "still runs" not in coordinator.explain(), "it has ended")
+
+
+@pytest.mark.parametrize("wrong", [-1, True, "3", float("nan")])
+def test_bad_seconds(coordinator: ClusterCoordinator, wrong: Any) -> None:
+    """They are refused where they are given."""
+    with pytest.raises(ValueError, match=r"wait is .*; it must be a number of seconds, 0 or more, or None"):
+        coordinator.schedule(double, args=(1,), wait=wrong)
+    with pytest.raises(ValueError, match=r"kill_after is .*; it must be a number of seconds, 0 or more, or None"):
+        coordinator.cancel(kill_after=wrong)
+
+
 def test_one_of_several_threads_gets_it(coordinator: ClusterCoordinator, gate: Gate) -> None:
     """When several threads join, one of them raises the error; the others return when all has ended."""
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from pscluster.coordinator.scheduler import MAX_BATCH_BYTES, MAX_WINDOW, Scheduler, State, Task
+from pscluster.coordinator.scheduler import (
+    MAX_BATCH_BYTES,
+    MAX_WINDOW,
+    STOP_SECONDS,
+    Late,
+    Scheduler,
+    State,
+    Task,
+)
 
 WORKERS = 3
 MAX_ATTEMPTS = 3
@@ -38,6 +46,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.final = False
 
         self.withdrawn: set[Task[str]] = set()
+        self.strays: list[list[Task[str]]] = [[] for _ in range(WORKERS)]  # ended, and may still run
+        self.landing: set[Task[str]] = set()  # ended, and a server may still take an update
+        self.now = 0.0
+        self.front: list[tuple[Task[str], int, float] | None] = [None] * WORKERS  # what it has first, and since when
+        self.asked: list[Task[str] | None] = [None] * WORKERS
         self.begun: set[Task[str]] = set()  # an attempt that did not end it may have changed something
         self.cuts: list[str] = []
         self.last_cut = 0
@@ -61,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def take_cut(self, data: st.DataObject) -> None:
         cut = data.draw(st.sampled_from(self.cuts))
-        half = any(self.sent) or any(self.limbo) or any(task in self.begun for task in self.queue)
+        half = self.executing() or any(task in self.begun for task in self.queue)
         taken = self.scheduler.take_cut(cut)
         assert taken == (not half and self.cutter in (None, cut)), "it holds no half of a function, and is one's own"
         if taken:
@@ -74,6 +87,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.end_cut(cut)
         self.cuts.remove(cut)
         self.cutter = None if self.cutter == cut else self.cutter
+
+    def executing(self) -> bool:
+        """Could anything still change anything?"""
+        return any(self.sent) or any(self.limbo) or bool(self.landing)
 
     # What the model does with an error
 
@@ -104,9 +121,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         blockers=st.sampled_from([0, 0, 0, 1, 2]),
         size=st.sampled_from([1, 1, MAX_BATCH_BYTES // 2]),
         apart=st.sampled_from([False, False, True]),
+        timeout=st.sampled_from([None, 1.0]),
     )
-    def add(self, blockers: int, size: int, apart: bool) -> Task[str]:
-        task = Task(f"payload {len(self.all)}", blockers, size, apart=apart)
+    def add(self, blockers: int, size: int, apart: bool, timeout: float | None) -> Task[str]:
+        task = Task(f"payload {len(self.all)}", blockers, size, apart=apart, timeout=timeout)
         self.scheduler.add(task)
         self.all.append(task)
         assert task.id == len(self.all), "ids rise from 1 in the order of add"
@@ -134,11 +152,99 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.withdrawn |= chosen
         self.end(cancelled, State.CANCELLED)
 
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sets(st.sampled_from(self.all))) if self.all else set()
+        waiting = [task for task in self.queue + self.blocked if task in chosen]
+        left = [task for held in (*self.sent, *self.limbo) for task in held if task in chosen]
+        cancelled, to_shut_out = self.scheduler.cancel(chosen)
+        assert same(cancelled, waiting + left)
+        assert same(to_shut_out, left)
+        self.queue = [task for task in self.queue if task not in chosen]
+        self.blocked = [task for task in self.blocked if task not in chosen]
+        for index in range(WORKERS):
+            self.strays[index] += [task for task in self.sent[index] if task in chosen]
+            self.sent[index] = [task for task in self.sent[index] if task not in chosen]
+            self.limbo[index] = [task for task in self.limbo[index] if task not in chosen]
+        self.landing.update(left)
+        self.end(waiting + left, State.CANCELLED)
+
+    @precondition(lambda self: self.landing)
+    @rule(data=st.data())
+    def shut_out(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sets(st.sampled_from(sorted(self.landing, key=lambda task: task.id))))
+        self.scheduler.shut_out(chosen)
+        self.landing -= chosen
+
+    @rule(index=workers, data=st.data())
+    def a_stray_ends(self, index: int, data: st.DataObject) -> None:
+        if not self.strays[index]:
+            return
+        task = data.draw(st.sampled_from(self.strays[index]))
+        outcomes: list[Callable[[], object]] = [
+            lambda: self.scheduler.finish(index, task.id, 1.0),
+            lambda: self.scheduler.fail(index, task.id, ValueError())[0],
+            lambda: self.scheduler.cancelled(index, task.id),
+            lambda: self.scheduler.give_back(index, [task.id]),
+        ]
+        outcomes.append(lambda: self.scheduler.never_sent(index, task))
+        assert not data.draw(st.sampled_from(outcomes))(), "nobody waits for it"
+        self.strays[index].remove(task)
+
+    @rule(index=workers, seconds=st.sampled_from([0.0, 0.6, STOP_SECONDS + 1]), again=st.booleans(), data=st.data())
+    def late(self, index: int, seconds: float, again: bool, data: st.DataObject) -> None:
+        self.now += seconds
+        sent = self.sent[index]
+        reached = data.draw(st.sampled_from([sent[0].position, sent[0].position - 1])) if sent else 0
+        late = self.scheduler.late(index, reached, self.now, lambda _: again)
+        if not sent or sent[0].position > reached:
+            assert late is None
+            return
+        task = sent[0]
+        if self.strays[index]:
+            self.front[index] = None
+            assert late is None, "it waits behind what still runs"
+            return
+        front = self.front[index]
+        if front is None or front[:2] != (task, task.position):
+            front = self.front[index] = (task, task.position, self.now)
+        if task.timeout is None or (over := self.now - front[2] - task.timeout) < 0:
+            expected = None
+        elif not again:
+            expected = Late.END
+        elif self.asked[index] is not task:
+            expected, self.asked[index] = Late.ASK, task
+        else:
+            expected = Late.GIVE_UP if over > STOP_SECONDS else None
+        assert late is expected
+        if late is Late.END:
+            self.time_out(index, task)
+
+    def time_out(self, index: int, task: Task[str]) -> None:
+        error = TimeoutError(task.payload)
+        failed, cancelled = self.scheduler.time_out(index, task, error)
+        self.sent[index].remove(task)
+        self.strays[index].append(task)
+        self.landing.add(task)
+        if self.error is not None or task in self.withdrawn:
+            assert (failed, cancelled) == (None, [task])
+            self.end([task], State.CANCELLED)
+        else:
+            assert failed is task
+            self.end([task], State.FAILED)
+            assert same(cancelled, [] if task.apart else self.first_error(error))
+
+    @rule()
+    def doubt(self) -> None:
+        self.scheduler.doubt()
+        assert self.final or self.scheduler.take_error() is None, "it may have to be final"
+        assert self.scheduler.settled == (self.scheduler.idle and self.final)
+        self.scheduler.no_doubt()
+
     @rule()
     def take_error(self) -> None:
-        executing = any(self.sent) or any(self.limbo)
         taken = self.scheduler.take_error()
-        assert taken is (None if executing else self.error)
+        assert taken is (None if self.executing() else self.error)
         if taken is not None and not self.final:
             self.error = None
 
@@ -149,6 +255,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.up[index] and not self.limbo[index]:
             self.scheduler.worker_up(index)
             self.up[index] = True
+            self.front[index] = self.asked[index] = None
 
     @rule(index=workers)
     def take(self, index: int) -> None:
@@ -158,8 +265,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         window = self.scheduler.workers[index].window
         room, others_idle = window - len(self.sent[index]), 0
         if self.sent[index]:  # what would only wait here is for those that have nothing; and half a window at a time
-            others_idle = sum(up and not sent for up, sent in zip(self.up, self.sent, strict=True))
-        may = room > 0 and (not self.sent[index] or room >= window // 2)
+            others_idle = sum(self.up[i] and not self.sent[i] and not self.strays[i] for i in range(WORKERS))
+        may = not self.strays[index] and room > 0 and (not self.sent[index] or room >= window // 2)
         assert bool(batch) == (self.up[index] and may and len(queue) > others_idle)
         assert len(batch) <= max(room, 0)
         assert sum(task.size for task in batch[:-1]) < MAX_BATCH_BYTES
@@ -206,7 +313,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers, data=st.data())
     def outcome_of_what_it_does_not_have(self, index: int, data: st.DataObject) -> None:
-        others = [task.id for task in self.all if task not in self.sent[index]] + [len(self.all) + 1]
+        mine = self.sent[index] + self.strays[index]
+        others = [task.id for task in self.all if task not in mine] + [len(self.all) + 1]
         number = data.draw(st.sampled_from(others))
         assert self.scheduler.finish(index, number, 1.0) is None
         assert self.scheduler.fail(index, number, ValueError()) == (None, [])
@@ -221,6 +329,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for task in tasks:
             self.sent[index].remove(task)
             self.started[task] -= 1
+            self.asked[index] = None if self.asked[index] is task else self.asked[index]
         assert same(cancelled, self.back_to_queue(tasks))
 
     @rule(index=workers, data=st.data())
@@ -228,6 +337,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if (task := self.one_sent(index, data)) is not None:
             cancelled = self.scheduler.run_again(index, [task.id])
             self.sent[index].remove(task)
+            self.asked[index] = None if self.asked[index] is task else self.asked[index]
             self.started[task] -= 1  # its owner counts these
             self.begun.add(task)
             assert same(cancelled, self.back_to_queue([task]))
@@ -239,7 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.started[task] -= 1  # a worker runs its functions in order
         self.limbo[index] += self.sent[index]
         self.begun.update(self.limbo[index])
-        self.sent[index] = []
+        self.sent[index], self.strays[index] = [], []
         self.up[index] = False
 
     @rule(index=workers)
@@ -303,8 +413,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert all(task.begun == (task in self.begun) for task in self.all)
         assert scheduler.waiting == len(self.queue) + len(self.blocked)
-        assert scheduler.in_flight == sum(map(len, self.sent)) + sum(map(len, self.limbo))
-        assert scheduler.idle == (len(self.ended) == len(self.all))
+        assert scheduler.in_flight == sum(map(len, self.sent)) + sum(map(len, self.limbo)) + len(self.landing)
+        assert scheduler.idle == (len(self.ended) == len(self.all) and not self.landing)
+        assert scheduler.is_shutting_out == bool(self.landing)
+        assert list(scheduler.strays) == [(i, task) for i in range(WORKERS) for task in self.strays[i]]
         assert [scheduler.recallable(index) for index in range(WORKERS)] == self.sent
         places = {
             State.QUEUED: self.queue,
@@ -321,6 +433,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """However it stands: once the workers return and run what they get, everything ends."""
+        self.scheduler.shut_out()
+        self.landing.clear()
         for index in range(WORKERS):
             self.lose(index)
             self.requeue(index)

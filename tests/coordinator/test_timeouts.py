@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, until
+from tests.conftest import NUM_WORKERS, PATIENCE, Gate, until, wait_for_file
 
-from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, Variable, dispatch, errors
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    ParameterServerStrategy,
+    RemoteValueStatus,
+    Variable,
+    errors,
+    scheduler,
+)
 
 
 @pytest.fixture
@@ -69,36 +76,61 @@ def test_those_behind_it_wait_for_nothing(coordinator: ClusterCoordinator, count
     assert counter.numpy() == 8 * NUM_WORKERS
 
 
-def test_one_that_does_not_stop_costs_its_worker(
-    coordinator: ClusterCoordinator, counter: Variable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reaches no call of ours: others run elsewhere meanwhile, and the worker is used again when it has ended."""
-    monkeypatch.setattr(dispatch, "STOP_SECONDS", 0.2)
-    go_on = tmp_path / "go-on"
-    path = str(go_on)
+def test_one_that_does_not_stop(coordinator: ClusterCoordinator, counter: Variable, gate: Gate) -> None:
+    """It fails in time though it reaches no call of ours, and what it still does is refused, or dropped.
 
-    def stubborn() -> None:
-        while not Path(path).exists():
-            time.sleep(0.01)
-        counter.assign_add(100)
+    Others run elsewhere meanwhile, and its worker is used again when it has ended.
+    """
 
-    coordinator.schedule(stubborn, timeout=0.2)
-    with pytest.raises(errors.FunctionTimeoutError, match="stubborn ran longer than its timeout"):
+    def stubborn(path: str, updates: bool) -> int:
+        wait_for_file(path)
+        if updates:
+            counter.assign_add(100)
+        return 1
+
+    values = [coordinator.schedule(stubborn, args=(gate.path, False), timeout=0.2)]
+    with pytest.raises(errors.FunctionTimeoutError, match=r"stubborn ran longer than its timeout of 0\.2 s"):
+        values[0].fetch(PATIENCE)
+    with pytest.raises(errors.FunctionTimeoutError, match="may have been applied"):
         coordinator.join(PATIENCE)
-    until(lambda: coordinator.workers_up == NUM_WORKERS - 1, "the worker is given up")
     for _ in range(20):
         coordinator.schedule(counter.assign_add, args=(1,))
     coordinator.join(PATIENCE)
-    go_on.touch()
-    until(lambda: coordinator.workers_up == NUM_WORKERS, "the worker is back")
+    assert coordinator.workers_up == NUM_WORKERS
+    values.append(coordinator.schedule(stubborn, args=(gate.path, True), timeout=0.2))
+    with pytest.raises(errors.FunctionTimeoutError):
+        coordinator.join(PATIENCE)
+    assert coordinator.explain().count("stubborn has ended, and still runs there") == NUM_WORKERS
+    looks = coordinator._dispatcher.look().workers
+    assert [(look.has, look.running.rpartition(".")[2]) for look in looks] == [(1, "stubborn")] * NUM_WORKERS
+    waits = coordinator.schedule(lambda: 3)
+    with pytest.raises(errors.WaitTimeoutError):
+        waits.fetch(0.1)
+    gate.open()
+    assert waits.fetch(PATIENCE) == 3
+    until(lambda: "still runs" not in coordinator.explain(), "the workers are used again")
     assert counter.numpy() == 20, "what it did after its time was refused"
+    assert [value.status for value in values] == [RemoteValueStatus.FAILED] * 2
+
+
+def test_a_result_that_comes_too_late(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
+    """With retries, too, nothing counts that a run returns after its time."""
+    folder = str(tmp_path)
+
+    def slow_at_first() -> int:
+        marks = len(list(Path(folder).iterdir()))
+        (Path(folder) / str(marks)).touch()
+        time.sleep(1.0 if not marks else 0.0)
+        return marks
+
+    assert coordinator.schedule(slow_at_first, timeout=0.2, retries=1).fetch(PATIENCE) == 1
 
 
 def test_a_stubborn_one_is_run_elsewhere(
     coordinator: ClusterCoordinator, counter: Variable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With retries another worker gets it."""
-    monkeypatch.setattr(dispatch, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(scheduler, "STOP_SECONDS", 0.2)
     folder = str(tmp_path)
 
     def stubborn_at_first() -> str:

@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import Any, Literal
 from unittest import mock
 
@@ -544,6 +544,38 @@ def test_a_repetition_while_the_first_is_in_progress() -> None:
     with pytest.raises(StaleError):
         held.check_update(add_request(5), 32)
     first.join(PATIENCE)
+
+
+def test_a_function_is_shut_out_while_its_update_is_in_progress() -> None:
+    """Whoever ends a function that goes on waits for what is being applied; nothing of it is applied afterwards."""
+    held = new_store()
+    placed = held.check_update(add_request(3), 32)
+    slow, ended = Slow(), threading.Event()
+
+    def shut_out() -> None:
+        held.finish_functions([(3, 4)], shut_out=True)
+        ended.set()
+
+    update = threading.Thread(target=lambda: held.update(add_request(3), placed, slow))
+    update.start()
+    assert slow.reached.wait(PATIENCE)
+    late = threading.Thread(target=shut_out)
+    late.start()
+
+    def is_refused() -> bool:
+        with suppress(StaleError):
+            held.check_update(add_request(3), 32)
+            return False
+        return True
+
+    until(is_refused, "it is to be refused")
+    assert not ended.is_set(), "an update of the function is being applied"
+    slow.go_on.set()
+    for thread in (update, late):
+        thread.join(PATIENCE)
+    assert held_values(held) == [1] * 8
+    with pytest.raises(StaleError, match="has ended"):
+        held.update(add_request(3), placed, Payload([view(np.ones(8, np.float32))]))
 
 
 def test_a_server_remembers_what_is_in_flight_and_no_more() -> None:

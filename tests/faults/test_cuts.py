@@ -31,6 +31,7 @@ from pscluster.core.errors import (
     CancelledError,
     CheckpointError,
     FunctionError,
+    FunctionTimeoutError,
     PSUnavailableError,
     StaleError,
     UnavailableError,
@@ -288,6 +289,76 @@ def test_nothing_that_has_begun_ends_without_workers(tmp_path: Path) -> None:
         until(lambda: stranded(0.1), "it is known that there is no worker")
         assert "functions that were cut short wait to be run again: held, begun on worker 0" in stranded(0.1)
         assert stranded(60.0) == ""
+
+
+@pytest.mark.parametrize("how", ["too long", "cancelled", "all cancelled"])
+def test_what_is_ended_and_goes_on(job: Job, how: str, tmp_path: Path) -> None:
+    """What a function still does that was ended is refused: a cut made meanwhile holds what it did before, for good."""
+    coordinator, folder = job.coordinator, str(tmp_path)
+    job.until_up(2)
+    half = Half(job, how, tmp_path)
+    first, second = half.first, half.second
+
+    def goes_on() -> None:
+        first.assign_add(np.ones(4))
+        note(folder, "begun")
+        wait_for(folder, "go")
+        note(folder, "refused", "")
+        second.assign_add(np.ones(4))
+
+    value = coordinator.schedule(goes_on, timeout=1.0 if how == "too long" else None)
+    behind = coordinator.schedule(max, args=(value, 0))
+    others = [coordinator.schedule(abs, args=(-number,)) for number in range(5)]
+    wait_for(folder, "begun")
+    with CheckpointManager(str(tmp_path / "checkpoints"), strategy=job.strategy, barrier_timeout=PATIENCE) as manager:
+        before = job.strategy.partly_applied.count
+        if how == "cancelled":
+            coordinator.fetch(others, PATIENCE)
+            assert value.cancel()
+            assert not value.cancel(), "it has ended"
+        elif how == "all cancelled":
+            coordinator.fetch(others, PATIENCE)
+            assert coordinator.cancel() == 2
+        expected = FunctionTimeoutError if how == "too long" else CancelledError
+        with pytest.raises(expected, match="may have been applied"):
+            value.fetch(PATIENCE)
+        with pytest.raises(CancelledError):
+            behind.fetch(PATIENCE)
+        if how == "too long":
+            with pytest.raises(FunctionTimeoutError):
+                coordinator.join(PATIENCE)
+        coordinator.join(PATIENCE)
+        path = manager.save().result()
+        assert saved(half, path) == (1, 0)
+        assert read_index(path).partly_applied == before + 1
+        note(folder, "go")
+        wait_for(folder, "refused")
+        until(lambda: "still runs" not in coordinator.explain(), "it has ended")
+        coordinator.fetch([coordinator.schedule(abs, args=(-number,)) for number in range(5)], PATIENCE)
+        assert half.values() == (1, 0)
+
+
+def test_a_function_that_never_stops_costs_its_worker_process(job: Job, tmp_path: Path) -> None:
+    """The last resort: the process is ended, and started again; the function is not run again, others are."""
+    coordinator, folder = job.coordinator, str(tmp_path)
+    job.until_up(2)
+
+    def hangs() -> None:
+        note(folder, f"where-{first_time(folder, 'first')}", str(experimental_get_current_worker_index()))
+        wait_for(folder, "never")
+
+    value = coordinator.schedule(hangs, timeout=0.3)
+    worker = int(wait_for(folder, "where-True"))
+    with pytest.raises(FunctionTimeoutError):
+        coordinator.join(PATIENCE)
+    pid = job.cluster.pids["worker", worker]
+    assert not value.cancel(kill_after=0), "it has ended, and its process is ended now"
+    others = [coordinator.schedule(abs, args=(-number,)) for number in range(20)]
+    job.cluster.wait_restarted("worker", worker, pid, timeout=PATIENCE)
+    assert coordinator.fetch(others, PATIENCE) == list(range(20))
+    job.until_up(2)
+    assert not Path(folder, "where-False").exists()
+    coordinator.join(PATIENCE)
 
 
 def test_what_was_applied_in_part_for_good_is_named(job: Job, tmp_path: Path) -> None:

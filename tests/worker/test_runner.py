@@ -208,6 +208,20 @@ def test_arguments_of_recalled_functions_are_not_kept() -> None:
     assert job._arguments == {}
 
 
+def test_an_empty_place_is_passed_over() -> None:
+    """A function that was cancelled while it was prepared was never sent; a recall of it may come behind its place."""
+    job, ran = make_job(), list[int]()
+    job._definitions["note"] = ran.append
+    stream = Stream(job)
+    job.take_arguments(2, [memoryview(bytes(8))])
+    stream.send(1, step(11, "note", 11), worker_pb2.Step(), step(13, "note", 13))
+    until(lambda: ran == [11, 13], "the others have run")
+    stream.runner.recall([12], [2], cancel_running=True)
+    assert kinds(stream.end()) == {(11, "DONE"): 1, (13, "DONE"): 1}
+    assert [outcome.kind for outcome in stream.outcomes if outcome.kind == Outcome.FAILED] == []
+    assert job._arguments == {}
+
+
 @pytest.mark.parametrize("refused", [0, 2, 3])
 def test_outcomes_come_in_order_whichever_thread_sends_them(refused: int) -> None:
     """Long and short functions, in messages of one and of many: each outcome once, one sender at a time."""

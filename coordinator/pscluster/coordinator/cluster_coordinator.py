@@ -127,6 +127,7 @@ class ClusterCoordinator:
         timeout: float | None = None,
         retries: int = 0,
         key: str = "",
+        wait: float | None = None,
     ) -> RemoteValue:
         """Queue a function for some worker, and return its result-to-be.
 
@@ -135,26 +136,30 @@ class ClusterCoordinator:
         their values once they are ready. If the worker dies the function runs again elsewhere, its updates
         are applied once.
 
-        Blocks while the queue is full.
+        Blocks while the queue is full, and, where an earlier function has failed, until all that runs has stopped.
 
         Args:
             fn: any callable.
             args: its positional arguments.
             kwargs: its keyword arguments.
-            timeout: seconds that it may run on a worker, each time. Then it is stopped at its next read or update and
-                fails with FunctionTimeoutError; one that comes to none within 5 s more costs its worker, which is used
-                again when it has ended. Without one it may run for ever.
+            timeout: seconds that it may run on a worker, each time. Then it fails with FunctionTimeoutError, whatever
+                it does: it is stopped at its next read or update, what it still updates is refused, what it returns
+                is dropped, and its worker is used again when it has ended (see `cancel` for one that never does).
+                Without a timeout it may run for ever.
             retries: how often it is run again when it raises, or runs too long. Updates of a run that failed count
-                once: the next run's are the same ones.
+                once: the next run's are the same ones. Between two runs lies the end of the first: one that has run too
+                long and comes to no read or update within 5 s more costs its worker, until it has ended there.
             key: names this piece of the work, whoever schedules it, such as `f"epoch {epoch}, rows {a}-{b}"`. What ran
                 under this key counts once with any repetition, also if the coordinator died and the next one schedules
                 it again. The servers remember that until `forget_keys`.
+            wait: seconds to wait at most, where this blocks. Without them it may take as long as a function that hangs.
 
         Raises:
             MisuseError: a function with this key is scheduled and has not ended.
             ValueError: `retries` is less than 0, or `timeout` is not above 0.
             TypeError: `fn` is not callable, or something in the arguments can't be sent: its path is named.
             FunctionError: an earlier function failed; this one has not been scheduled.
+            WaitTimeoutError: `wait` seconds have passed: it has not been scheduled. The message says what for.
             PSUnavailableError: a parameter server is lost.
         """
         if not callable(fn):
@@ -170,10 +175,12 @@ class ClusterCoordinator:
             isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
         ):
             raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0, or None")
+        if wait is not None:
+            _check_seconds("wait", wait)
         function = self._capture(fn)
         if function.handles and any(isinstance(handle, DataPart) for handle in function.handles):
             raise MisuseError(f"{function.name} has captured a part of a dataset: pass it as an argument")
-        result = RemoteValue(function.name, self._resolve_handle)
+        result = RemoteValue(function.name, self._resolve_handle, self)
         call = Call(function, weakref.ref(result), retries=retries, timeout=timeout, key=_number_of(key))
         if args or kwargs:
             self._encode(call, args or (), dict(kwargs or {}))
@@ -185,7 +192,7 @@ class ClusterCoordinator:
             for part in call.parts:
                 part.enter()
                 entered.append(part)
-            self._dispatcher.submit(call, key)
+            self._dispatcher.submit(call, key, wait)
         except BaseException:
             for part in entered:
                 part.release()
@@ -265,6 +272,28 @@ class ClusterCoordinator:
         Their RemoteValues raise CancelledError.
         """
         return self._dispatcher.cancel_waiting(values)
+
+    def cancel(self, values: Iterable[RemoteValue] | None = None, *, kill_after: float | None = None) -> int:
+        """End the functions of these values, wherever they are, and those that take their results; how many.
+
+        At once: their RemoteValues raise CancelledError, the others go on. What runs is asked to stop, which it does at
+        its next read or update; what it still updates is refused by the servers, and its worker takes other work as
+        soon as it has stopped. It may have applied a part before, and its error says so.
+
+        Args:
+            values: None: of all functions, whoever has scheduled them.
+            kill_after: seconds for what runs to stop, also where it had been cancelled, or had failed by its timeout,
+                before. Then its worker's process is ended, with its datasets, and is to be started again as after any
+                death: a LocalCluster does so. None: it may go on for ever. A function that holds Python's lock keeps
+                its worker from hearing of it.
+        """
+        if kill_after is not None:
+            _check_seconds("kill_after", kill_after)
+        return self._dispatcher.cancel(values, kill_after)
+
+    def pending(self) -> str:
+        """Which error waits to be raised by `schedule`, `join` or `done`, and what for; "" if there is none."""
+        return self._dispatcher.pending()
 
     def explain(self) -> str:
         """What is waited for, by whom and since when, in a few lines: for a job that seems to hang.
@@ -538,7 +567,7 @@ class ClusterCoordinator:
             self._dispatcher.at_once(lambda: self._dispatcher.check_no_error(function.name))
             pins.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
             for part in dataset.shards(shards):
-                result = RemoteValue(function.name, self._resolve_handle)
+                result = RemoteValue(function.name, self._resolve_handle, self)
                 call = Call(function, weakref.ref(result), apart=True)
                 self._encode(call, (part,), {})
                 found.append(result)
@@ -622,6 +651,11 @@ class ClusterCoordinator:
 
     def _captured_anew(self, fn: Callable[..., Any]) -> CapturedFunction:
         return capture(fn, trusted=self.strategy.trusted)
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"{name} is {value!r}; it must be a number of seconds, 0 or more, or None")
 
 
 def _number_of(key: str) -> int:

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -50,7 +50,7 @@ from pscluster.coordinator.links import (
 from pscluster.coordinator.observed import Observed
 from pscluster.coordinator.partly_applied import PartlyApplied
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
-from pscluster.coordinator.scheduler import Scheduler, State, Task
+from pscluster.coordinator.scheduler import Late, Scheduler, State, Task
 from pscluster.coordinator.waiting import Condition, result_of
 from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
 from pscluster.core.data_plane.client import DataPort
@@ -100,15 +100,14 @@ AT_ONCE = 16
 TIMEOUT_STEP = 0.1
 """So often it is looked whether a function has run longer than it may."""
 
-STOP_SECONDS = 5.0
-"""So long one that has may go on to its next library call, where it stops. Then its worker is given up."""
-
 MAX_DEFINITIONS = 256
 """So many functions and classes a worker keeps, beyond those that it still needs."""
 
 _BUSY = "another checkpoint, or other copies of variables, are still made or restored"
 
 Outcome = worker_pb2.Outcome
+
+_ENDED = (State.DONE, State.FAILED, State.CANCELLED)
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -193,9 +192,6 @@ class LinkState:
     outcomes: int = 0  # that have come, of all its lives
     heard: float = 0.0  # when it was given something or gave something back
     sent: int = 0  # the last place on its stream that something was sent for
-    front: tuple[int, int] = (0, 0)  # number and place of the function that it runs
-    front_since: float = 0.0  # when it was first seen to
-    overdue: int = 0  # the number of one that has run too long, and was asked to stop
     doomed: asyncio.Event = field(default_factory=asyncio.Event)  # it has not stopped
     why: str = "not connected yet"
     data: DataPort = field(init=False)
@@ -337,7 +333,7 @@ class Dispatcher:
                 if call.apart:
                     self.check_no_error(call.function.name)
                 else:
-                    self._raise_error()
+                    self._raise_error(deadline)
                 if self._closed:
                     raise CancelledError("the strategy is closed: no function can be scheduled any more")
                 mine = self._alone in (None, threading.get_ident())
@@ -353,7 +349,7 @@ class Dispatcher:
                 raise MisuseError(
                     f"a function with the key {key!r} is scheduled and has not ended: a key names one piece of work"
                 )
-            task = Task(call, len(pending), size, apart=call.apart, since=time.monotonic())
+            task = Task(call, len(pending), size, apart=call.apart, since=time.monotonic(), timeout=call.timeout)
             if call.timeout is not None and not self._timed.is_set():
                 self._loop.call_soon_threadsafe(self._timed.set)
             free = None if pending or self._scheduler.queued else self._free()
@@ -401,7 +397,7 @@ class Dispatcher:
         """Those that have not ended."""
         wanted = set(map(id, values))
         with self._lock:
-            return [task for task in self._scheduler.tasks() if id(task.payload.result()) in wanted]
+            return _with_dependents([task for task in self._scheduler.tasks() if id(task.payload.result()) in wanted])
 
     def withdraw(self, tasks: Sequence[Task[Call]]) -> None:
         """Nobody waits for these any more: what has not begun never does, what runs is asked to stop."""
@@ -416,6 +412,29 @@ class Dispatcher:
         if recalls:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._recall, recalls)
+
+    def cancel(self, values: Iterable[RemoteValue] | None, kill_after: float | None) -> int:
+        """Cancel the functions of these values (None: all), with those that wait for their results; how many.
+
+        See `_stop_strays` for `kill_after`, which goes for those of them, too, that had ended so before.
+        """
+        wanted = None if values is None else set(map(id, values))
+        with self._lock:
+            tasks = [task for task in self._scheduler.tasks() if wanted is None or id(task.payload.result()) in wanted]
+            tasks += [
+                task for _, task in self._scheduler.strays if wanted is None or id(task.payload.result()) in wanted
+            ]
+            ended = [task for task in tasks if task.state in _ENDED]
+            cancelled, left = self._scheduler.cancel(_with_dependents(tasks))
+            for task in left:
+                task.payload.applied = True  # or not: nobody knows
+            for task in cancelled:
+                error = _cancelled(task.payload.function.name, None, task.payload.applied)
+                self._set_error(task, error, RemoteValueStatus.CANCELLED)
+            self._changed.notify_all()
+            if left or (ended and kill_after is not None):
+                self._part_with([*left, *ended], kill_after)
+        return len(cancelled)
 
     def release_function(self, function: CapturedFunction) -> None:
         """It is scheduled no more: the workers need not keep it."""
@@ -485,9 +504,11 @@ class Dispatcher:
             while not self._scheduler.settled:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    raise WaitTimeoutError(f"not done after {timeout:g} s: {self._describe()}")
+                    raise WaitTimeoutError(
+                        f"not done after {timeout:g} s: {self._describe()}"
+                    ) from self._scheduler.error
                 self._changed.wait(left)
-            self._raise_error()
+            self._raise_error(deadline)
 
     def done(self) -> bool:
         """Has everything ended? Does not wait; raises the first error, once, when nothing executes any more."""
@@ -497,13 +518,36 @@ class Dispatcher:
                 raise error.with_traceback(None)
             return self._scheduler.settled
 
-    def _raise_error(self) -> None:
+    def _raise_error(self, deadline: float | None) -> None:
         """Under the lock. Waits until what runs has stopped, then raises the error, if there is one."""
-        while self._scheduler.error is not None:
+        while (pending := self._scheduler.error) is not None:
             error = self._scheduler.take_error()
             if error is not None:
                 raise error.with_traceback(None)  # else one that is final would grow with every call
-            self._changed.wait()
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise WaitTimeoutError(
+                    f"the time is over before all that runs has stopped: {self._describe()}"
+                ) from pending
+            self._changed.wait(left)
+
+    def pending(self) -> str:
+        """The error that waits to be raised, and for what; or ""."""
+        with self._lock:
+            return self._pending()
+
+    def _pending(self) -> str:
+        """Under the lock."""
+        error = self._scheduler.error
+        if error is None:
+            return ""
+        head = str(error).partition("\n\n")[0]
+        if self._scheduler.final or not self._scheduler.in_flight:
+            return f"the next call raises: {head}"
+        return (
+            f"an error waits to be raised until all that runs has stopped ({self._unended()}): {head}; "
+            "RemoteValue.cancel() or coordinator.cancel() ends what does not stop"
+        )
 
     @contextlib.contextmanager
     def paused(self, timeout: float = threading.TIMEOUT_MAX) -> Iterator[None]:
@@ -586,8 +630,10 @@ class Dispatcher:
         begun = [task for worker in self._scheduler.workers for task in worker.limbo] + self._scheduler.begun
         found = [f"{task.payload.function.name}, begun on {self._links[task.begun_on].peer}" for task in begun]
         told = [f"functions still run: {running}"] if (running := self._running()) else []
+        if self._scheduler.is_shutting_out:
+            told.append("parameter servers are told to refuse what functions that were ended still update")
         if found:
-            told.append(f"functions that were cut short wait to be run again: {_listed(found)} ({self._describe()})")
+            told.append(f"functions that were cut short wait to be run again: {_listed(found)} ({self._who_is_up()})")
         return "; ".join(told)
 
     def stranded(self, seconds: float) -> str:
@@ -661,7 +707,8 @@ class Dispatcher:
             scheduler, oldest = self._scheduler, self._scheduler.next_one
             workers = []
             for link, worker in zip(self._links, scheduler.workers, strict=True):
-                first = next(iter(worker.sent.values()), None)
+                # What has ended and goes on keeps it busy, too.
+                first = next(itertools.chain(worker.strays.values(), worker.sent.values()), None)
                 workers.append(
                     WorkerLook(
                         link.peer,
@@ -669,7 +716,7 @@ class Dispatcher:
                         link.why,
                         0 if link.connection is None else link.connection.incarnation,
                         link.restarts,
-                        len(worker.sent),
+                        len(worker.strays) + len(worker.sent),
                         "" if first is None else first.payload.function.name,
                         now - link.heard if link.heard else 0.0,
                         link.outcomes,
@@ -702,7 +749,12 @@ class Dispatcher:
                     others = f", {len(tasks) - 1} more behind it" if len(tasks) > 1 else ""
                     name = tasks[0].payload.function.name
                     lines.append(f"{link.peer}: {name}{others}; nothing came or went for {now - link.heard:.0f} s")
-                elif not link.up:
+                for task in self._scheduler.workers[index].strays.values():
+                    name = task.payload.function.name
+                    lines.append(
+                        f"{link.peer}: {name} has ended, and still runs there: until it stops nothing else does"
+                    )
+                if not tasks and not link.up:
                     lines.append(f"{link.peer}: not there: {link.why}")
             if self._scheduler.cuts:
                 what = "a checkpoint, or copies of variables, are made: meanwhile no function begins"
@@ -731,38 +783,107 @@ class Dispatcher:
         while True:
             await asyncio.sleep(TIMEOUT_STEP)
             with self._lock:
-                recalls = [recall for index in range(len(self._links)) for recall in self._overdue(index)]
+                recalls = [recall for index in range(len(self._links)) for recall in self._late(index)]
             self._recall(recalls)
 
-    def _overdue(self, index: int) -> list[Recall]:
+    def _late(self, index: int) -> list[Recall]:
         """Under the lock: how to stop what a worker runs, if that has run too long."""
-        link, now = self._links[index], time.monotonic()
-        running = next(iter(self._scheduler.workers[index].sent.values()), None)
-        if running is None or running.position > link.sent:
+        link, scheduler = self._links[index], self._scheduler
+        late, task = scheduler.late(index, link.sent, time.monotonic(), self._has_retries), scheduler.first(index)
+        if late is None or task is None:
             return []
-        if link.front != (running.id, running.position):
-            link.front, link.front_since = (running.id, running.position), now
-        timeout = running.payload.timeout
-        if timeout is None or (over := now - link.front_since - timeout) < 0:
-            return []
-        if link.overdue != running.id:
-            link.overdue = running.id
-            return self._recalls_of(index, [running])
-        if over > STOP_SECONDS:
+        if late is Late.ASK:
+            return self._recalls_of(index, [task])
+        if late is Late.GIVE_UP:
             link.doomed.set()
-        return []
+            return []
+        task.payload.applied = True  # or not: it has not said, and goes on
+        error, before = self._too_long(index, task), scheduler.error
+        failed, cancelled = scheduler.time_out(index, task, error)
+        self._counted.remember(task, task.payload.function.name, index, time.monotonic(), "failed")
+        if failed is not None:
+            self._say(index, error)
+            self._set_error(task, error, RemoteValueStatus.FAILED)
+        self._settle_cancelled(cancelled)
+        self._changed.notify_all()
+        self._part_with([task])
+        return self._all_recalls() if scheduler.error is not before else []
+
+    def _has_retries(self, task: Task[Call]) -> bool:
+        """Under the lock: may it be run again where it fails now?"""
+        call = task.payload
+        return call.failures < call.retries and not task.withdrawn and self._scheduler.error is None
+
+    def _part_with(self, tasks: Sequence[Task[Call]], kill_after: float | None = None) -> None:
+        """Under the lock, on any thread: these have ended, and may run on. See to it that it does not matter."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._shut_out, list(tasks))
+            self._loop.call_soon_threadsafe(self._stop_strays, {task.id for task in tasks}, kill_after)
+
+    def _shut_out(self, tasks: Sequence[Task[Call]]) -> None:
+        """On the loop's thread: no server takes an update of these any more, and nothing is cut before that is so."""
+        intervals = list(_runs(sorted(task.id for task in tasks)))
+
+        async def shut_out() -> None:
+            try:
+                await asyncio.gather(*(server.finish_functions(intervals, shut_out=True) for server in self._servers))
+            except PsClusterError as error:
+                why = f"the updates of a function that was ended can't be shut out from all parameter servers: {error}"
+                self._abort(PSUnavailableError(why), final=True)
+            finally:
+                with self._lock:
+                    self._scheduler.shut_out(tasks)
+                    self._changed.notify_all()
+
+        self._in_background(shut_out())
+
+    def _stop_strays(self, numbers: Set[int], kill_after: float | None) -> None:
+        """On the loop's thread: ask these to stop, and take back what waits behind them.
+
+        Args:
+            numbers: of functions that have ended.
+            kill_after: seconds, after which the process of a worker that still runs one is ended; None: it is not.
+        """
+        stop, behind = [], []
+        with self._lock:
+            for index, link in enumerate(self._links):
+                strays = [task for task in self._scheduler.workers[index].strays.values() if task.id in numbers]
+                if strays:
+                    stop += self._recalls_of(index, strays)
+                    behind += self._recalls_of(index)
+                if kill_after is not None:
+                    for task in strays:
+                        self._loop.call_later(kill_after, self._end_process_of, index, link.connection, task)
+        self._recall(stop)
+        self._recall(behind, cancel_running=False)
+
+    def _end_process_of(self, index: int, connection: WorkerConnection | None, task: Task[Call]) -> None:
+        """On the loop's thread: it has had its time to stop."""
+        link = self._links[index]
+        with self._lock:
+            runs = self._scheduler.workers[index].strays.get(task.id) is task and link.connection is connection
+        if runs and connection is not None:
+            logger.warning("%s still runs on %s, whose process is ended", task.payload.function.name, link.peer)
+            work = connection.recall([task.id], [task.position], cancel_running=True, end_process=True)
+            self._in_background(work)
 
     def describe(self) -> str:
         """A line for people: what waits, what runs, which workers are missing."""
         with self._lock:
             return self._describe()
 
-    def _describe(self) -> str:
+    def _who_is_up(self) -> str:
         missing = [f"{link.peer} ({link.why})" for link in self._links if not link.up]
         workers = f"{self.workers_up} of {len(self._links)} workers up"
         if missing:
             workers += f", missing: {', '.join(missing)}"
-        return f"{self._scheduler.waiting} functions wait, {self._scheduler.in_flight} are with workers; {workers}"
+        return workers
+
+    def _describe(self) -> str:
+        """Under the lock."""
+        workers = self._who_is_up()
+        line = f"{self._scheduler.waiting} functions wait, {self._scheduler.in_flight} are with workers; {workers}"
+        return f"{line}; {pending}" if (pending := self._pending()) else line
 
     # On the loop's thread
 
@@ -815,6 +936,7 @@ class Dispatcher:
                 link.up = False
                 self._scheduler.lose(index)
                 self._settle_cancelled(self._scheduler.requeue(index)[1])
+            self._scheduler.shut_out()
             self._changed.notify_all()
 
     def _wake_hungry(self) -> None:
@@ -833,7 +955,7 @@ class Dispatcher:
 
     def _is_idle(self, index: int) -> bool:
         link = self._links[index]
-        return link.up and not link.leaving and not self._scheduler.workers[index].sent
+        return link.up and not link.leaving and self._scheduler.workers[index].empty
 
     def _wake_all(self) -> None:
         for link in self._links:
@@ -908,7 +1030,7 @@ class Dispatcher:
         """One attempt; UnavailableError for whatever goes wrong. In a frame of its own, which the error holds."""
         connection = WorkerConnection(link.peer, functools.partial(self._take, index), link.data)
         link.connection, link.known, link.built, link.leaving = connection, {}, set(), False
-        link.sent = link.overdue = 0
+        link.sent = 0
         link.doomed.clear()
         try:
             await connection.attach(self._attach)
@@ -989,7 +1111,8 @@ class Dispatcher:
         reach("coordinator.close.after")
         with self._changed:
             if first is not None:
-                late = first.id == link.overdue and not self._may_retry(index, first, "ran too long")
+                asked = first.state is State.LIMBO and first.id == self._scheduler.workers[index].asked
+                late = asked and not self._may_retry(index, first, "ran too long")
                 last = self._too_long(index, first) if late else self._deadly(index, first)
                 failed, cancelled = self._scheduler.requeue(index, last, first.id if late else 0)
                 for task in failed:
@@ -1035,7 +1158,9 @@ class Dispatcher:
             del tasks, ready  # lest their arrays, and handles, be kept here until there is something new to send
 
     def _message(self, index: int, task: Task[Call]) -> worker_pb2.Step:
-        if not self._has(index, task):  # recalled: the worker will pass over it
+        if not self._has(index, task):  # recalled, or cancelled: the worker will pass over it
+            with self._lock:
+                self._scheduler.never_sent(index, task)
             return worker_pb2.Step()
         return _step(task, task.attempts, self.term)
 
@@ -1162,11 +1287,11 @@ class Dispatcher:
             counts.lock_waits += 1
             counts.lock_seconds += took
         try:
-            before = scheduler.error
+            before, asked = scheduler.error, scheduler.workers[index].asked
             unblocked = False
             for outcome, buffers in outcomes:
                 number, kind = outcome.function, outcome.kind
-                if kind == Outcome.DONE:
+                if kind == Outcome.DONE and number != asked:
                     seconds = outcome.seconds
                     task = scheduler.finish(index, number, seconds)
                     if task is not None:
@@ -1178,7 +1303,7 @@ class Dispatcher:
                 elif kind == Outcome.RETURNED:
                     returned.append(number)
                 elif (sent := scheduler.workers[index].sent.get(number)) is None:
-                    continue  # it is no longer this worker's
+                    scheduler.cancelled(index, number)  # it is no longer this worker's; an attempt of it has ended
                 elif self._ended_badly(index, sent, outcome, begin):
                     again.append(number)
             if returned:
@@ -1202,11 +1327,12 @@ class Dispatcher:
                 self._loop.call_soon_threadsafe(self._go_on, index, recalls, for_all)
 
     def _ended_badly(self, index: int, task: Task[Call], outcome: Outcome, begin: float) -> bool:
-        """Under the lock: it has failed, or stopped because it was asked to. Is it to be run again?"""
+        """Under the lock: it has failed, was too late, or stopped because it was asked to. Is it to be run again?"""
         call, kind = task.payload, outcome.kind
-        call.applied |= outcome.updated
+        call.applied |= outcome.updated or kind == Outcome.DONE
         remember = functools.partial(self._counted.remember, task, call.function.name, index, begin)
-        if kind == Outcome.CANCELLED and (task.id != self._links[index].overdue or self._scheduler.error):
+        asked = task.id == self._scheduler.workers[index].asked
+        if kind == Outcome.CANCELLED and (not asked or self._scheduler.error):
             remember("cancelled")
             self._scheduler.cancelled(index, task.id)
             self._settle_cancelled([task])
@@ -1407,7 +1533,7 @@ class Dispatcher:
         if not (thief.hungry and thief.up):
             return
         with self._lock:
-            found = None if self._scheduler.workers[index].sent else self._scheduler.to_steal()
+            found = self._scheduler.to_steal() if self._scheduler.workers[index].empty else None
             recalls = [] if found is None or self._links[found[0]].stealing else self._recalls_of(*found)
         self._recall(recalls, cancel_running=False)
 
@@ -1464,9 +1590,9 @@ class Dispatcher:
 
     def _check_servers(self) -> None:
         """On the loop's thread."""
-        checks = [self._loop.create_task(server.check()) for server in self._servers]
 
         async def check() -> None:
+            checks = [self._loop.create_task(server.check()) for server in self._servers]
             try:
                 for done in asyncio.as_completed(checks):
                     if (error := await done) is not None and not self._closed:
@@ -1521,6 +1647,20 @@ def _cancelled(name: str, first: Exception | None, applied: bool = False) -> Can
     error = CancelledError(f"{name} was cancelled {why}: schedule it again")
     error.__cause__ = first
     return error
+
+
+def _with_dependents(tasks: Iterable[Task[Call]]) -> list[Task[Call]]:
+    """These, and those that will never have their arguments without them."""
+    found, todo = dict[Task[Call], None](), list(tasks)
+    while todo:
+        task = todo.pop()
+        if task in found:
+            continue
+        found[task] = None
+        value = task.payload.result()
+        if value is not None and value.dependents:
+            todo += value.dependents
+    return list(found)
 
 
 def _told_of_part(call: Call, error: E) -> E:

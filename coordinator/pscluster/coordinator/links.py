@@ -276,8 +276,13 @@ class PsLink:
         request = ps_pb2.CloseIncarnationRequest(job=self._request.job, incarnation=incarnation)
         await self._repeated(lambda: self._ps.close_incarnation(request, timeout=CALL_SECONDS))
 
-    async def finish_functions(self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = ()) -> None:
-        """These functions have ended, and those with these keys will not be run again."""
+    async def finish_functions(
+        self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = (), *, shut_out: bool = False
+    ) -> None:
+        """These functions have ended, and those with these keys will not be run again.
+
+        With `shut_out`: nothing of them is applied on this server afterwards. PSUnavailableError if it is lost.
+        """
         for start, stop in intervals:
             self._finished.add(start, stop)
         forgotten = list(keys)
@@ -288,6 +293,7 @@ class PsLink:
                 starts=[start for start, _ in some],
                 stops=[stop for _, stop in some],
                 keys=forgotten[at : at + MAX_COUNT],
+                shut_out=shut_out,
             )
             call = functools.partial(self._ps.finish_functions, request, timeout=CALL_SECONDS)
             await self._repeated(call)
@@ -524,10 +530,27 @@ class WorkerConnection:
             at += size
         return parts
 
-    async def recall(self, functions: Sequence[int], positions: Sequence[int], cancel_running: bool) -> None:
-        """Ask for functions back. Those that will not run there come as outcomes."""
+    async def recall(
+        self,
+        functions: Sequence[int],
+        positions: Sequence[int],
+        cancel_running: bool,
+        end_process: bool = False,
+    ) -> None:
+        """Ask for functions back. Those that will not run there come as outcomes.
+
+        Args:
+            functions: their numbers.
+            positions: where they are among all that were sent.
+            cancel_running: ask what runs to stop, if it is one of these.
+            end_process: kill the worker's process, if it runs one of these.
+        """
         request = worker_pb2.RecallRequest(
-            incarnation=self.incarnation, functions=functions, positions=positions, cancel_running=cancel_running
+            incarnation=self.incarnation,
+            functions=functions,
+            positions=positions,
+            cancel_running=cancel_running,
+            end_process=end_process,
         )
         # Until the link itself is lost: what is cancelled and does not hear of it may run for ever.
         async for attempt in tenacity.AsyncRetrying(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pscluster.coordinator.waiting import Event
 from pscluster.core.errors import WaitTimeoutError
@@ -14,6 +14,16 @@ from pscluster.v1 import value_pb2
 
 if TYPE_CHECKING:
     from pscluster.coordinator.scheduler import Task
+
+
+class Owner(Protocol):
+    """What a RemoteValue asks of its coordinator."""
+
+    def cancel(self, values: Iterable[RemoteValue] | None = None, *, kill_after: float | None = None) -> int:
+        """Cancel their functions."""
+
+    def pending(self) -> str:
+        """Which error of another function waits to be raised, and for what; or ""."""
 
 
 class RemoteValueStatus(enum.Enum):
@@ -48,13 +58,15 @@ class RemoteValue:
         "_event",
         "_function",
         "_message",
+        "_owner",
         "_resolve_handle",
         "_status",
         "dependents",
     )
 
-    def __init__(self, function: str, resolve_handle: HandleResolver) -> None:
+    def __init__(self, function: str, resolve_handle: HandleResolver, owner: Owner | None = None) -> None:
         self._function = function
+        self._owner = owner
         self._resolve_handle = resolve_handle
         self._status = RemoteValueStatus.NOT_READY
         self._message: value_pb2.Value = _NONE
@@ -102,7 +114,7 @@ class RemoteValue:
 
         Raises:
             FunctionError: the function raised; also an instance of what it raised.
-            CancelledError: it was cancelled because another function failed first.
+            CancelledError: it was cancelled, by `cancel` or because another function failed first.
             WaitTimeoutError: `timeout` seconds have passed.
         """
         return self._fetch(timeout, timeout)
@@ -110,7 +122,10 @@ class RemoteValue:
     def _fetch(self, left: float | None, timeout: float | None) -> Any:
         """Wait for `left` of the `timeout` seconds that the user gave."""
         if not self.wait(left):
-            raise WaitTimeoutError(f"{self._function} has no result after {timeout:g} s; it is still scheduled")
+            pending = "" if self._owner is None else self._owner.pending()
+            raise WaitTimeoutError(
+                f"{self._function} has no result after {timeout:g} s; it is still scheduled{pending and f'; {pending}'}"
+            )
         if self._error is not None:
             raise self._error.with_traceback(None)  # else it would grow with every call
         if self._decoded is _NOT_DECODED:
@@ -129,6 +144,10 @@ class RemoteValue:
     def get(self, timeout: float | None = None) -> Any:
         """The value: the same as `fetch`."""
         return self.fetch(timeout)
+
+    def cancel(self, *, kill_after: float | None = None) -> bool:
+        """End the function, wherever it is: see `ClusterCoordinator.cancel`. False if it had ended already."""
+        return self._owner is not None and self._owner.cancel([self], kill_after=kill_after) > 0
 
     def _wait(self, timeout: float | None) -> bool:
         with _events:

@@ -16,6 +16,17 @@ A task is one scheduled function. Its states and what moves it:
                                                                the lost attempt lands beside the new one
     any but DONE, FAILED --an error elsewhere------> CANCELLED
     any but DONE, FAILED --withdraw----------------> CANCELLED what is sent or in limbo: once it ends, or comes back
+    any but DONE, FAILED --cancel------------------> CANCELLED at once
+    SENT    --time_out-----------------------------> FAILED    at once: it has run too long, and is not to run again
+
+A task that is sent or in limbo and ends at once leaves an attempt behind, which nobody waits for:
+
+    SHUTTING OUT --shut_out--> OVER   every server refuses what it still updates; until then it counts as executing
+    STRAY --its outcome, or its worker is lost--> GONE   until then its worker is given nothing else
+
+How long a task runs is measured from when it was first seen to be the first that its worker has (`late`): where it may
+run again it is asked to stop, and given up with its worker if it does not within STOP_SECONDS, since no other attempt
+may begin while that one could still read what the other writes; else it is ended by `time_out`.
 
 The first error wins: it is kept, all that is blocked or queued is cancelled, and what is sent is to be
 recalled. (But for the error of a task that stands apart: it ends nothing but itself.) The error can be taken,
@@ -54,6 +65,9 @@ from typing import Generic, TypeVar
 TARGET_SECONDS = 0.01
 """So much work, by its measured time, is kept with a worker beyond what it runs."""
 
+STOP_SECONDS = 5.0
+"""So long what is to run again may go on, when its time is over, to its next library call; then its worker is lost."""
+
 MAX_WINDOW = 1000
 MAX_BATCH_BYTES = 1 << 20
 _SMOOTHING = 0.2
@@ -69,6 +83,14 @@ class State(enum.Enum):
     DONE = enum.auto()
     FAILED = enum.auto()
     CANCELLED = enum.auto()
+
+
+class Late(enum.Enum):
+    """What is to become of a task that has run too long."""
+
+    ASK = enum.auto()  # it is to run again: ask it to stop
+    GIVE_UP = enum.auto()  # it has not stopped: its worker is lost
+    END = enum.auto()  # it does not run again: see `time_out`
 
 
 _DONE = State.DONE  # to look it up in an enum takes as long as the rest of `_end`
@@ -91,11 +113,19 @@ class Task(Generic[P]):
         "since",
         "size",
         "state",
+        "timeout",
         "withdrawn",
     )
 
     def __init__(
-        self, payload: P, blockers: int = 0, size: int = 0, *, apart: bool = False, since: float = 0.0
+        self,
+        payload: P,
+        blockers: int = 0,
+        size: int = 0,
+        *,
+        apart: bool = False,
+        since: float = 0.0,
+        timeout: float | None = None,
     ) -> None:
         self.id = 0
         self.payload = payload
@@ -107,6 +137,7 @@ class Task(Generic[P]):
         self.since = since  # when it was entered
         self.sent = 0.0  # when it was sent last
         self.position = 0  # in the order of all that were sent on the worker's stream
+        self.timeout = timeout  # seconds that it may run, each time
         self.apart = apart  # its error is its own, and cancels nothing else
         self.withdrawn = False  # nobody wants it any more: where it would be queued again, or fails, it is cancelled
 
@@ -126,9 +157,18 @@ class WorkerState(Generic[P]):
     up: bool = False
     sent: dict[int, Task[P]] = field(default_factory=dict)  # in the order of sending
     limbo: list[Task[P]] = field(default_factory=list)
+    strays: dict[int, Task[P]] = field(default_factory=dict)  # have ended, and may still run here
+    front: tuple[int, int] = (0, 0)  # number and position of the first one that it has
+    front_since: float = 0.0  # when it was first seen to be
+    asked: int = 0  # number of one that has run too long, and was asked to stop
     sent_count: int = 0
     seconds: float | None = None  # of a function, smoothed
     done: int = 0  # functions that returned, since the beginning
+
+    @property
+    def empty(self) -> bool:
+        """It has nothing, and runs nothing."""
+        return not self.sent and not self.strays
 
     @property
     def window(self) -> int:
@@ -152,6 +192,7 @@ class Scheduler(Generic[P]):
         self.cuts: set[object] = set()
         """Who makes a cut, or waits to."""
         self._cutter: object | None = None  # who has it now
+        self._unrefused: set[int] = set()  # tasks that have ended, and of which a server may still take an update
         self._begun: deque[Task[P]] = deque()  # queued, before all others
         self._queue: deque[Task[P]] = deque()
         self._blocked: set[Task[P]] = set()
@@ -181,8 +222,8 @@ class Scheduler(Generic[P]):
 
     @property
     def in_flight(self) -> int:
-        """Tasks that are sent or in limbo."""
-        return sum(len(worker.sent) + len(worker.limbo) for worker in self.workers)
+        """Tasks that are sent or in limbo, or have ended so that something of them could still land."""
+        return sum(len(worker.sent) + len(worker.limbo) for worker in self.workers) + len(self._unrefused)
 
     def tasks(self) -> Iterator[Task[P]]:
         """All that have not ended."""
@@ -202,6 +243,11 @@ class Scheduler(Generic[P]):
     def settled(self) -> bool:
         """Idle, and it is known of each error whether it is final."""
         return self.idle and (self.final or not self.doubts)
+
+    @property
+    def is_shutting_out(self) -> bool:
+        """May a server still take an update of what has ended?"""
+        return bool(self._unrefused)
 
     @property
     def begun(self) -> list[Task[P]]:
@@ -272,6 +318,7 @@ class Scheduler(Generic[P]):
         assert not worker.sent, "what it had is lost before it comes back"
         assert not worker.limbo, "what it had is requeued before it comes back"
         worker.up, worker.sent_count, worker.seconds = True, 0, None
+        worker.front, worker.asked = (0, 0), 0
 
     def take(self, index: int, now: float = 0.0) -> list[Task[P]]:
         """The next tasks for a worker, which has them from now on."""
@@ -287,14 +334,14 @@ class Scheduler(Generic[P]):
         """
         worker = self.workers[index]
         queued = self.queued
-        if not worker.up or not queued:
+        if not worker.up or not queued or worker.strays:
             return []
         up = sum(other.up for other in self.workers)
         count = min(worker.window - len(worker.sent), math.ceil(queued / up))
         if worker.sent:
             if worker.window - len(worker.sent) < worker.window // 2:
                 return []
-            count = min(count, queued - sum(other.up and not other.sent for other in self.workers))
+            count = min(count, queued - sum(other.up and other.empty for other in self.workers))
         batch: list[Task[P]] = []
         size = 0
         tasks: Iterable[Task[P]] = itertools.chain(self._begun, self._queue) if self._begun else self._queue
@@ -328,6 +375,7 @@ class Scheduler(Generic[P]):
         worker = self.workers[index]
         task = worker.sent.pop(task_id, None)
         if task is None:
+            worker.strays.pop(task_id, None)
             return None
         worker.seconds = seconds if worker.seconds is None else worker.seconds + _SMOOTHING * (seconds - worker.seconds)
         worker.done += 1
@@ -338,6 +386,7 @@ class Scheduler(Generic[P]):
         """A function raised. The task (None: no longer this worker's, or cancelled) and those that are cancelled."""
         task = self.workers[index].sent.pop(task_id, None)
         if task is None:
+            self.workers[index].strays.pop(task_id, None)
             return None, []
         if self.error is not None or task.withdrawn:  # the first error won; this is one of those it cancels
             self._end(task, State.CANCELLED)
@@ -350,11 +399,17 @@ class Scheduler(Generic[P]):
         task = self.workers[index].sent.pop(task_id, None)
         if task is not None:
             self._end(task, State.CANCELLED)
+        else:
+            self.workers[index].strays.pop(task_id, None)
         return task
 
     def give_back(self, index: int, task_ids: Iterable[int]) -> list[Task[P]]:
         """The worker will not run these. They go to the head of the queue; those cancelled instead are returned."""
-        worker = self.workers[index]
+        worker, task_ids = self.workers[index], list(task_ids)
+        for task_id in task_ids if worker.strays else ():
+            worker.strays.pop(task_id, None)
+        if worker.asked in task_ids:  # its next attempt, perhaps here, may run as long
+            worker.asked = 0
         tasks = [worker.sent.pop(task_id) for task_id in task_ids if task_id in worker.sent]
         for task in tasks:
             task.attempts -= 1  # it was none
@@ -377,6 +432,7 @@ class Scheduler(Generic[P]):
         """
         worker = self.workers[index]
         worker.up = False
+        worker.strays.clear()
         lost = list(worker.sent.values())
         for task in lost[1:]:
             task.attempts -= 1
@@ -409,6 +465,81 @@ class Scheduler(Generic[P]):
                 self._end(task, State.CANCELLED)
                 cancelled.append(task)
         return failed, cancelled
+
+    # Too long, or not wanted
+
+    def late(self, index: int, reached: int, now: float, may_run_again: Callable[[Task[P]], bool]) -> Late | None:
+        """What is to become of the first task that a worker has, if it has run longer than it may; see `first`.
+
+        Args:
+            index: the worker's.
+            reached: the last position of which anything was sent to it.
+            now: seconds, of the clock by which `since` goes.
+            may_run_again: if it fails now.
+        """
+        worker, task = self.workers[index], self.first(index)
+        if task is None or task.position > reached:
+            return None
+        if worker.strays:  # it waits behind what still runs there
+            worker.front = (0, 0)
+            return None
+        if worker.front != (task.id, task.position):
+            worker.front, worker.front_since = (task.id, task.position), now
+        if task.timeout is None or (over := now - worker.front_since - task.timeout) < 0:
+            return None
+        if not may_run_again(task):
+            return Late.END
+        if worker.asked != task.id:
+            worker.asked = task.id
+            return Late.ASK
+        return Late.GIVE_UP if over > STOP_SECONDS else None
+
+    def first(self, index: int) -> Task[P] | None:
+        """What a worker runs, or has not yet begun."""
+        return next(iter(self.workers[index].sent.values()), None)
+
+    def time_out(self, index: int, task: Task[P], error: Exception) -> tuple[Task[P] | None, list[Task[P]]]:
+        """The worker has run it for too long. As `fail`; an attempt of it is left behind."""
+        failed, cancelled = self.fail(index, task.id, error)
+        self._leave_behind(index, task)
+        return failed, cancelled
+
+    def cancel(self, wanted: Iterable[Task[P]]) -> tuple[list[Task[P]], list[Task[P]]]:
+        """These are cancelled now, wherever they are: all of them that had not ended, and those to be shut out."""
+        chosen = set(wanted)
+        cancelled, left = self.cancel_waiting(chosen.__contains__), list[Task[P]]()
+        for index, worker in enumerate(self.workers):
+            for task in [task for task in worker.sent.values() if task in chosen]:
+                del worker.sent[task.id]
+                self._leave_behind(index, task)
+                left.append(task)
+            for task in [task for task in worker.limbo if task in chosen]:
+                worker.limbo.remove(task)
+                self._unrefused.add(task.id)
+                left.append(task)
+        for task in left:
+            self._end(task, State.CANCELLED)
+        return cancelled + left, left
+
+    def never_sent(self, index: int, task: Task[P]) -> None:
+        """It was cancelled before it was sent to the worker that had it: there is no attempt."""
+        if self.workers[index].strays.get(task.id) is task:
+            del self.workers[index].strays[task.id]
+
+    def shut_out(self, tasks: Iterable[Task[P]] | None = None) -> None:
+        """Every server refuses what attempts of these (None: of all) that were left behind still update."""
+        self._unrefused.difference_update(self._unrefused if tasks is None else [task.id for task in tasks])
+
+    @property
+    def strays(self) -> Iterator[tuple[int, Task[P]]]:
+        """Attempts that were left behind and may still run: the worker, and the task."""
+        for index, worker in enumerate(self.workers):
+            for task in worker.strays.values():
+                yield index, task
+
+    def _leave_behind(self, index: int, task: Task[P]) -> None:
+        self.workers[index].strays[task.id] = task
+        self._unrefused.add(task.id)
 
     def withdraw(self, tasks: Iterable[Task[P]]) -> list[Task[P]]:
         """Nobody wants these any more. Those that no worker has, which are cancelled at once; others when they end."""
@@ -489,6 +620,9 @@ class Scheduler(Generic[P]):
             assert worker.up or not worker.sent, "a worker that is down has nothing"
             assert all(task.state is State.SENT for task in worker.sent.values())
             assert all(task.state is State.LIMBO for task in worker.limbo)
+            assert worker.up or not worker.strays, "nothing of a lost worker is waited for"
+            assert all(task.state in (State.FAILED, State.CANCELLED) for task in worker.strays.values())
+            assert not set(worker.strays) & set(worker.sent)
         assert all(task.state is State.QUEUED for task in (*self._begun, *self._queue))
         assert all(task.begun for task in self._begun)
         assert not any(task.begun for task in self._queue)

@@ -350,16 +350,18 @@ class CloseIncarnationReply(_message.Message):
     def __init__(self) -> None: ...
 
 class FinishFunctionsRequest(_message.Message):
-    __slots__ = ("job", "starts", "stops", "keys")
+    __slots__ = ("job", "starts", "stops", "keys", "shut_out")
     JOB_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    SHUT_OUT_FIELD_NUMBER: _ClassVar[int]
     job: int
     starts: _containers.RepeatedScalarFieldContainer[int]
     stops: _containers.RepeatedScalarFieldContainer[int]
     keys: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., keys: _Optional[_Iterable[int]] = ...) -> None: ...
+    shut_out: bool
+    def __init__(self, job: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., keys: _Optional[_Iterable[int]] = ..., shut_out: bool = ...) -> None: ...
 
 class FinishFunctionsReply(_message.Message):
     __slots__ = ()

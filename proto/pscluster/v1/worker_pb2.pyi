@@ -154,16 +154,18 @@ class StepsReply(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
 
 class RecallRequest(_message.Message):
-    __slots__ = ("incarnation", "functions", "positions", "cancel_running")
+    __slots__ = ("incarnation", "functions", "positions", "cancel_running", "end_process")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     CANCEL_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    END_PROCESS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     functions: _containers.RepeatedScalarFieldContainer[int]
     positions: _containers.RepeatedScalarFieldContainer[int]
     cancel_running: bool
-    def __init__(self, incarnation: _Optional[int] = ..., functions: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., cancel_running: bool = ...) -> None: ...
+    end_process: bool
+    def __init__(self, incarnation: _Optional[int] = ..., functions: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., cancel_running: bool = ..., end_process: bool = ...) -> None: ...
 
 class RecallReply(_message.Message):
     __slots__ = ()

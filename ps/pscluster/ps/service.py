@@ -690,7 +690,9 @@ class ParameterServerService:
             raise ProtocolError("intervals of functions need as many stops as starts")
         check_count(len(request.starts), MAX_COUNT, "intervals of functions")
         check_count(len(request.keys), MAX_COUNT, "keys of functions")
-        store.finish_functions(list(zip(request.starts, request.stops, strict=True)), request.keys)
+        store.finish_functions(
+            list(zip(request.starts, request.stops, strict=True)), request.keys, shut_out=request.shut_out
+        )
         reach("ps.finish.after")
         return ps_pb2.FinishFunctionsReply()
 

@@ -417,9 +417,12 @@ class Store:
 
     def totals(self) -> tuple[int, int]:
         """How many shards are held, and their bytes, slots included."""
-        with self._lock:
-            shards = [shard for held in self._variables.values() for shard in held.shards.values()]
+        shards = self._all_shards()
         return len(shards), sum(shard.nbytes for shard in shards)
+
+    def _all_shards(self) -> list[Shard]:
+        with self._lock:
+            return [shard for held in self._variables.values() for shard in held.shards.values()]
 
     # Incarnations and functions
 
@@ -427,8 +430,7 @@ class Store:
         """When this returns, no update of the incarnation is being or will be applied."""
         with self._lock:
             self._ledger.close(incarnation)
-            shards = [shard for held in self._variables.values() for shard in held.shards.values()]
-        _pass_through(shards)
+        _pass_through(self._all_shards())
 
     @property
     def remembered(self) -> int:
@@ -441,8 +443,13 @@ class Store:
         """What was sent under an earlier one is refused."""
         return self._ledger.term
 
-    def finish_functions(self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = ()) -> None:
-        """These functions have ended, and those with these keys will not be run again."""
+    def finish_functions(
+        self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = (), *, shut_out: bool = False
+    ) -> None:
+        """These functions have ended, and those with these keys will not be run again.
+
+        With `shut_out`: when this returns, no update of theirs is being or will be applied.
+        """
         pieces = [intervals[at : at + _AT_ONCE] for at in range(0, len(intervals), _AT_ONCE)]
         for piece in pieces:
             with self._lock:
@@ -452,6 +459,8 @@ class Store:
             with self._lock:
                 self._ledger.forget(left[:_AT_ONCE])
             del left[:_AT_ONCE]
+        if shut_out:
+            _pass_through(self._all_shards())
 
     # Reading
 

@@ -19,6 +19,8 @@ case the coordinator hands it to another worker.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections import deque
@@ -181,6 +183,8 @@ class Runner:
                 self._read = position
                 if position in self._recalled:
                     self._recalled.discard(position)
+                    self._job.pop_arguments(position)
+                elif not step.definition:  # what was to be here was cancelled before it was sent
                     self._job.pop_arguments(position)
                 elif self._leaving:
                     self._give_back(position, step.function)
@@ -370,6 +374,13 @@ class Runner:
                     self._running.cancel()
             gone = waiting.intersection(positions)
             self._waiting = deque(each for each in self._waiting if each[0] not in gone)
+
+    def end_process_of(self, functions: Sequence[int]) -> None:
+        """Kill this process if one of these runs: it was asked to stop, and does not."""
+        with self._lock:
+            if self._running is not None and self._running.function in functions:
+                logger.error("function %d does not stop: this process is ended, as asked", self._running.function)
+                os.kill(os.getpid(), signal.SIGKILL)  # whoever keeps workers alive starts it again, as after any death
 
     def leave(self) -> None:
         """Give back what has not started; the running function may end.

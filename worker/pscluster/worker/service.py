@@ -246,6 +246,8 @@ class WorkerService:
             raise ProtocolError("a recall needs as many positions as functions")
         runner = self._role.runner(request.incarnation)
         if runner is not None:
+            if request.end_process:
+                runner.end_process_of(request.functions)
             runner.recall(list(request.functions), list(request.positions), request.cancel_running)
         reach("worker.recall.after")
         return worker_pb2.RecallReply()
