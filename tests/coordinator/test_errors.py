@@ -105,6 +105,34 @@ def test_fetch_raises_it_as_often_as_asked(coordinator: ClusterCoordinator) -> N
         failing.fetch()
 
 
+def test_an_error_that_was_fetched_says_that_it_is_old(coordinator: ClusterCoordinator, counter: Variable) -> None:
+    """Raised again by an innocent call it says whose it is, since when, that it was raised, and is cleared (row 44)."""
+    innocent: list[tuple[str, Callable[[], Any]]] = [
+        ("schedule", lambda: coordinator.schedule(counter.assign_add, args=(1,))),
+        ("join", lambda: coordinator.join(PATIENCE)),
+        ("done", coordinator.done),
+    ]
+    for name, call in innocent:
+        with pytest.raises(ValueError, match="it failed") as first:
+            coordinator.schedule(fails).fetch(PATIENCE)
+        assert not hasattr(first.value, "__notes__")
+        until(lambda: not coordinator._dispatcher.counts()[1], "nothing runs")
+        with pytest.raises(ValueError, match="it failed") as again:
+            call()
+        (note,) = again.value.__notes__
+        for words in ("error of fails, which failed at ", " s ago, and fetch() has raised it before", "cleared now"):
+            assert words in note
+        assert ("has not been scheduled" in note) == (name == "schedule")
+        assert note in "".join(traceback.format_exception(again.value))
+        coordinator.join(PATIENCE)
+    failing = coordinator.schedule(fails)
+    until(lambda: failing.status is RemoteValueStatus.FAILED, "it has failed")
+    with pytest.raises(ValueError, match="it failed") as news:
+        coordinator.join(PATIENCE)
+    assert not hasattr(news.value, "__notes__"), "nobody had been told of it"
+    assert counter.numpy() == 0
+
+
 def test_an_error_that_waits_for_a_function_that_hangs(coordinator: ClusterCoordinator, gate: Gate) -> None:
     """Every wait that ends by its timeout says which error there is and who it waits for; to cancel that frees it."""
 

@@ -280,7 +280,7 @@ class Dispatcher:
         self._closed = False
         self.term = attach.term
         """Under which functions update variables; it changes while none runs."""
-        self._no_worker_since = time.monotonic()
+        self._no_worker_since = self._failed_at = time.monotonic()
         self._alone: int | None = None  # the thread that alone may schedule
         self._keys: set[int] = set()  # of functions that are scheduled and have not ended
         self._to_forget: set[int] = set()  # keys
@@ -333,7 +333,7 @@ class Dispatcher:
                 if call.apart:
                     self.check_no_error(call.function.name)
                 else:
-                    self._raise_error(deadline)
+                    self._raise_error(deadline, "schedule")
                 if self._closed:
                     raise CancelledError("the strategy is closed: no function can be scheduled any more")
                 mine = self._alone in (None, threading.get_ident())
@@ -508,28 +508,41 @@ class Dispatcher:
                         f"not done after {timeout:g} s: {self._describe()}"
                     ) from self._scheduler.error
                 self._changed.wait(left)
-            self._raise_error(deadline)
+            self._raise_error(deadline, "join")
 
     def done(self) -> bool:
         """Has everything ended? Does not wait; raises the first error, once, when nothing executes any more."""
         with self._lock:
             error = self._scheduler.take_error()
             if error is not None:
-                raise error.with_traceback(None)
+                raise self._explained(error, "done")
             return self._scheduler.settled
 
-    def _raise_error(self, deadline: float | None) -> None:
+    def _raise_error(self, deadline: float | None, by: str) -> None:
         """Under the lock. Waits until what runs has stopped, then raises the error, if there is one."""
         while (pending := self._scheduler.error) is not None:
             error = self._scheduler.take_error()
             if error is not None:
-                raise error.with_traceback(None)  # else one that is final would grow with every call
+                raise self._explained(error, by)
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise WaitTimeoutError(
                     f"the time is over before all that runs has stopped: {self._describe()}"
                 ) from pending
             self._changed.wait(left)
+
+    def _explained(self, error: Exception, by: str) -> Exception:
+        """Under the lock: an error that was taken, to be raised by this call, which may have nothing to do with it."""
+        if isinstance(error, FunctionError) and not self._scheduler.final and (error._fetched or by == "schedule"):
+            ago = time.monotonic() - self._failed_at
+            when = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
+            told = ", and fetch() has raised it before" if error._fetched else ""
+            lost = ". What was given to schedule() has not been scheduled: do so again" if by == "schedule" else ""
+            error.add_note(
+                f"This is the error of {error.function}, which failed at {when}, {ago:.1f} s ago{told}: schedule(), "
+                f"join() and done() raise the first error of all functions, once. It is cleared now{lost}."
+            )
+        return error.with_traceback(None)  # else one that is final would grow with every call
 
     def pending(self) -> str:
         """The error that waits to be raised, and for what; or ""."""
@@ -1460,6 +1473,8 @@ class Dispatcher:
         self._recall(recalls)
 
     def _set_error(self, task: Task[Call], error: Exception, status: RemoteValueStatus) -> None:
+        if status is RemoteValueStatus.FAILED and error is self._scheduler.error:
+            self._failed_at = time.monotonic()
         self._keys.discard(task.payload.key)
         if task.payload.applied and not task.apart:  # what stands apart changes nothing but copies
             of = " and ".join(part.name for part in task.payload.parts)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pscluster.coordinator.waiting import Event
-from pscluster.core.errors import WaitTimeoutError
+from pscluster.core.errors import FunctionError, WaitTimeoutError
 from pscluster.core.values import Buffer, HandleResolver, decode
 from pscluster.v1 import value_pb2
 
@@ -113,7 +113,8 @@ class RemoteValue:
         """Wait for the value and return it; arrays are NumPy's.
 
         Raises:
-            FunctionError: the function raised; also an instance of what it raised.
+            FunctionError: the function raised; also an instance of what it raised. The next `schedule`, `join` or
+                `done` raises it as well, once, as the first error of all functions, and says that it is that.
             CancelledError: it was cancelled, by `cancel` or because another function failed first.
             WaitTimeoutError: `timeout` seconds have passed.
         """
@@ -127,6 +128,8 @@ class RemoteValue:
                 f"{self._function} has no result after {timeout:g} s; it is still scheduled{pending and f'; {pending}'}"
             )
         if self._error is not None:
+            if isinstance(self._error, FunctionError):
+                object.__setattr__(self._error, "_fetched", True)  # it may be of a class of the user's, too
             raise self._error.with_traceback(None)  # else it would grow with every call
         if self._decoded is _NOT_DECODED:
             # The user may change the arrays; functions that take the value as an argument get it as it came.

@@ -151,6 +151,7 @@ class FunctionError(PsClusterError):
     remote_traceback: str = ""
     partly_applied: bool = False
     summary: str = ""
+    _fetched: bool = False  # somebody was told of it by a RemoteValue
 
     def __str__(self) -> str:
         return self.summary
