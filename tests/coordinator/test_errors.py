@@ -133,6 +133,41 @@ def test_an_error_that_was_fetched_says_that_it_is_old(coordinator: ClusterCoord
     assert counter.numpy() == 0
 
 
+def test_what_a_script_forgot_is_said(cluster: LocalCluster, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    """At the job's end: how many functions have not run, and which error nobody took. Of nothing else a word."""
+
+    def said() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.getMessage().startswith("the job is over")]
+        caplog.clear()
+        return found
+
+    with ParameterServerStrategy(cluster) as strategy:
+        coordinator = ClusterCoordinator(strategy)
+        with pytest.raises(ValueError, match="it failed"):
+            coordinator.schedule(fails).fetch(PATIENCE)
+        assert coordinator._dispatcher.counts() == (0, 0)
+    assert said() == [], "fetch has told of it, and nothing else was lost"
+
+    with ParameterServerStrategy(cluster) as strategy:
+        coordinator = ClusterCoordinator(strategy)
+        values = [coordinator.schedule(wait_for_file, args=(gate.path,)) for _ in range(20)]
+        until(lambda: coordinator._dispatcher.counts()[1] == NUM_WORKERS, "every worker runs one")
+    (text,) = said()
+    assert f"{len(values) - NUM_WORKERS} waited, {NUM_WORKERS} ran;" in text
+    gate.open()
+
+    with ParameterServerStrategy(cluster) as strategy:
+        coordinator = ClusterCoordinator(strategy)
+        blocked = [coordinator.schedule(fails, args=("nobody looks",))]
+        blocked += [coordinator.schedule(double, args=(blocked[0],)) for _ in range(3)]
+        until(lambda: blocked[-1].status is RemoteValueStatus.CANCELLED, "the first has failed")
+        until(lambda: not coordinator._dispatcher.counts()[1], "nothing runs")
+    first, second = said()
+    assert "0 waited, 0 ran, 3 were cancelled by the error of another one" in first
+    assert "nobody was told of this error" in second
+    assert "ValueError: nobody looks" in second
+
+
 def test_an_error_that_waits_for_a_function_that_hangs(coordinator: ClusterCoordinator, gate: Gate) -> None:
     """Every wait that ends by its timeout says which error there is and who it waits for; to cancel that frees it."""
 

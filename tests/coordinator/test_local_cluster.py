@@ -546,6 +546,38 @@ def test_a_forgotten_stop(house: House) -> None:
     assert house.diary()[-2:] == ["worker 0 asked to stop", "ps 0 asked to stop"]
 
 
+def test_an_end_in_order_is_silent() -> None:
+    """Whichever of strategy and cluster ends first, and where the script ends neither."""
+    program = """
+        from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
+
+        def train(cluster, *strategies):
+            strategy = ParameterServerStrategy(cluster, job_name="an end in order")
+            with strategy.scope():
+                count = Variable(0, name="count")
+            coordinator = ClusterCoordinator(strategy)
+            for _ in range(20):
+                coordinator.schedule(count.assign_add, args=(1,))
+            coordinator.join()
+            assert count.numpy() == 20
+            return strategy
+
+        with LocalCluster(1, 1) as cluster:
+            strategy = train(cluster)
+        assert not strategy.connected
+        strategy.close()
+        cluster = LocalCluster(1, 1).start()
+        train(cluster).close()
+        with train(cluster):
+            cluster.stop()
+        forgotten = train(LocalCluster(1, 1).start())
+        print("the end")
+        """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "the end\n", "")
+
+
 # --- pscluster run ---
 
 

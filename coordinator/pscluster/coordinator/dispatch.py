@@ -280,6 +280,8 @@ class Dispatcher:
         self._closed = False
         self.term = attach.term
         """Under which functions update variables; it changes while none runs."""
+        self._cancelled_by_error = 0
+        self._final_told = False
         self._no_worker_since = self._failed_at = time.monotonic()
         self._alone: int | None = None  # the thread that alone may schedule
         self._keys: set[int] = set()  # of functions that are scheduled and have not ended
@@ -533,6 +535,7 @@ class Dispatcher:
 
     def _explained(self, error: Exception, by: str) -> Exception:
         """Under the lock: an error that was taken, to be raised by this call, which may have nothing to do with it."""
+        self._cancelled_by_error, self._final_told = 0, self._scheduler.final
         if isinstance(error, FunctionError) and not self._scheduler.final and (error._fetched or by == "schedule"):
             ago = time.monotonic() - self._failed_at
             when = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
@@ -951,6 +954,28 @@ class Dispatcher:
                 self._settle_cancelled(self._scheduler.requeue(index)[1])
             self._scheduler.shut_out()
             self._changed.notify_all()
+
+    def tell_of_forgotten(self) -> None:
+        """The job is to end: say which functions nobody has waited for, and which error nobody was told of."""
+        with self._lock:
+            scheduler, error = self._scheduler, self._scheduler.error
+            waiting, running, cancelled = scheduler.waiting, scheduler.in_flight, self._cancelled_by_error
+            told = error is None or self._final_told or (isinstance(error, FunctionError) and error._fetched)
+            after = (
+                f", {cancelled} were cancelled by the error of another one" if error is not None and cancelled else ""
+            )
+        if waiting or running or after:
+            logger.warning(
+                "the job is over, and not all of its functions have run: %d waited, %d ran%s; coordinator.join() waits "
+                "for them, and raises their errors",
+                waiting,
+                running,
+                after,
+            )
+        if not told:
+            logger.error(
+                "the job is over, and nobody was told of this error, which coordinator.join() raises: %s", error
+            )
 
     def _wake_hungry(self) -> None:
         """Wake those who may take something: as many idle workers as there are tasks, in turn, or all."""
@@ -1492,6 +1517,7 @@ class Dispatcher:
         """Under the lock."""
         for task in tasks:
             first = self._scheduler.error
+            self._cancelled_by_error += first is not None
             if first is not None and self._scheduler.final:  # to schedule it again would be of no use
                 self._set_error(task, first, RemoteValueStatus.CANCELLED)
                 continue

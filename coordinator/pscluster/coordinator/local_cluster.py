@@ -41,11 +41,12 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from pscluster.coordinator.launcher import Report, Reports
 from pscluster.coordinator.own_folder import OwnFolder
@@ -116,6 +117,13 @@ _DEADLY = frozenset(
 
 class LocalClusterError(PsClusterError):
     """A process of the local cluster is gone for good: the message says which one and why."""
+
+
+class Job(Protocol):
+    """What works with a cluster from this process."""
+
+    def close(self, reason: str) -> None:
+        """Tell the roles that it is over. Idempotent."""
 
 
 class LocalCluster(ClusterResolver):
@@ -251,6 +259,7 @@ class LocalCluster(ClusterResolver):
         self._spec: ClusterSpec | None = None
         self._monitor: threading.Thread | None = None
         self._owner = 0  # the process that started it
+        self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self._ended = threading.Event()
         self._crash: BaseException | None = None  # of the monitor: a bug here
 
@@ -308,6 +317,7 @@ class LocalCluster(ClusterResolver):
     def stop(self) -> None:
         """Stop the workers, then the parameter servers, and return when all are gone and the ports are free.
 
+        Strategies of this process that work with them are closed first: an end in order is no failure to them.
         Stopping twice, from several threads, or without a start does nothing more. A KeyboardInterrupt during
         the wait means no more patience: what is left is killed.
         """
@@ -317,10 +327,15 @@ class LocalCluster(ClusterResolver):
             if self._monitor is None:
                 self._ended.set()
                 return
-        self._inbox.put(StopRequested())
         if threading.current_thread() is self._monitor:
+            self._inbox.put(StopRequested())
             return  # from _on_failure: the monitor can't wait for itself
         try:
+            try:
+                for job in list(self._jobs):
+                    job.close("the local cluster is stopped")
+            finally:
+                self._inbox.put(StopRequested())
             self._ended.wait()
         except BaseException:
             self._inbox.put(StopRequested(at_once=True))
@@ -328,6 +343,10 @@ class LocalCluster(ClusterResolver):
             raise
         self._monitor.join()
         atexit.unregister(self.stop)
+
+    def close_first(self, job: Job) -> None:
+        """A strategy of this process works with the cluster: it is to be closed before the processes are stopped."""
+        self._jobs.add(job)
 
     def __enter__(self) -> Self:
         return self.start()

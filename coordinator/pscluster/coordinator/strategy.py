@@ -235,6 +235,8 @@ class ParameterServerStrategy(Strategy):
         if self._metrics is not None:
             self._metrics.tell()
         _open.add(self)
+        if isinstance(cluster_resolver, LocalCluster):
+            cluster_resolver.close_first(self)
         # What was registered last runs first: the job is ended before the LocalCluster, made before it, is stopped.
         atexit.unregister(close_all)
         atexit.register(close_all, "the coordinator's script has ended")
@@ -387,7 +389,8 @@ class ParameterServerStrategy(Strategy):
     def close(self, reason: str = "the coordinator's script has ended") -> None:
         """End the job: tell all roles, close all connections. Variables are gone then. Idempotent.
 
-        A checkpoint that is being written is waited for, unless a server is gone.
+        A checkpoint that is being written is waited for, unless a server is gone. Functions that have not ended are
+        cancelled; how many, and the error of one that nobody was told of, is logged.
         """
         for manager in list(self.managers):
             manager.end()
@@ -395,6 +398,8 @@ class ParameterServerStrategy(Strategy):
             if self._closed:
                 return
             self._closed = True
+        if self._dispatcher is not None:
+            self._dispatcher.tell_of_forgotten()
         self.observed.tell("coordinator", "note", f"the job is over: {reason}")
         for page in self._pages:
             page.close()
