@@ -29,6 +29,7 @@ from pscluster.coordinator import (
     RemoteValue,
     RemoteValueStatus,
     Variable,
+    cluster_coordinator,
     errors,
     experimental_get_current_worker_index,
     optimizers,
@@ -256,6 +257,40 @@ class Alike(Scaler):
 
     def __hash__(self) -> int:
         return 1
+
+
+def test_a_line_that_makes_many_functions(
+    coordinator: ClusterCoordinator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, once; not what is scheduled again and again, nor methods of the same object."""
+    monkeypatch.setattr(cluster_coordinator, "MANY_MADE", 20)
+
+    class Model:
+        def step(self, number: int) -> int:
+            return number
+
+    def warned() -> list[str]:
+        coordinator.join(PATIENCE)
+        found = [record.getMessage() for record in caplog.records if "was made anew" in record.getMessage()]
+        caplog.clear()
+        return found
+
+    model = Model()
+    for number in range(50):
+        coordinator.schedule(model.step, args=(number,))
+        coordinator.schedule(operator.neg, args=(number,))
+    assert warned() == []
+    for number in range(50):
+        coordinator.schedule(lambda number=number: number)
+    (text,) = warned()
+    assert "<lambda> (" in text
+    assert f"{Path(__file__).name}:" in text
+    for number in range(50):
+        coordinator.schedule(functools.partial(operator.add, number), args=(1,))
+        coordinator.schedule(Model().step, args=(number,))
+    partial, method = sorted(warned())
+    assert partial.startswith("a partial of add was made anew for 20 calls")
+    assert method.startswith("test_a_line_that_makes_many_functions.<locals>.Model.step (")
 
 
 def test_functions_are_told_apart_by_identity(coordinator: ClusterCoordinator) -> None:
