@@ -265,6 +265,52 @@ def test_a_worker_looks_beside_the_script(cluster: Cluster) -> None:
     assert cluster.values() == [8]
 
 
+OF_MODULES = {
+    "a step, in a function of the library": "partial_of('evaluate', states_of, beside.predict, {}), []",
+    "a class, in a container": "partial_of('evaluate', states_of, len, {'largest': beside.Metric()}), []",
+    "an object": "partial_of('evaluate', states_of, abs, {}, beside.Elements())",
+    "in a partial of a builtin": "functools.partial(max, [1, 2], key=beside.double)",
+    "of another folder": "lambda: elsewhere.NAME",
+    "imported when it runs": "lambda: lazily()",
+}
+
+
+@pytest.mark.parametrize("call", OF_MODULES.values(), ids=OF_MODULES.keys())
+def test_a_worker_looks_where_the_coordinator_does(cluster: Cluster, call: str, tmp_path: Path) -> None:
+    """Whatever travels: what it names of modules beside the script, or in a folder that the script added, is found."""
+    (cluster.coordinator / "beside.py").write_text(
+        textwrap.dedent(
+            """
+            class Elements:
+                def __iter__(self): return iter([1])
+            class Metric:
+                def initial(self): return {}
+            def predict(batch): return batch
+            def double(x): return x * 2
+            """
+        )
+    )
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "elsewhere.py").write_text("NAME = 'elsewhere'")
+    cluster.send(
+        f"""
+        import functools, sys
+        sys.path.append({str(tmp_path / "more")!r})
+        import beside, elsewhere
+        from pscluster.core.definitions import partial_of
+        from pscluster.worker.evaluation import states_of
+        def lazily():
+            import later
+            return later.NAME
+        if __name__ == "__main__":
+            from sender import talk
+            talk(({call},))
+        """
+    )
+    (cluster.coordinator / "later.py").write_text("NAME = 'later'")
+    assert cluster.follow() == ["by value"]
+
+
 def test_records_of_the_script_go_there_and_back(cluster: Cluster) -> None:
     """Dataclasses and named tuples of `__main__`, as arguments and results, of functions that go either way."""
     cluster.send(

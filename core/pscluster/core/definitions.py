@@ -22,6 +22,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import os
 import sys
 import threading
 import types
@@ -38,7 +39,7 @@ from pscluster.core.own_modules import import_checked
 from pscluster.core.pickles import Rename, dump, load, module_name_of
 from pscluster.core.scripts import MAIN, UnresolvedReference, load_script, loaded_scripts, script_file
 from pscluster.core.source_files import codes_in
-from pscluster.core.sources import digest_of, is_library, reaches_handle, source_of
+from pscluster.core.sources import digest_of, import_folders, is_library, reaches_handle, source_of
 from pscluster.core.trust import Trust, trust
 from pscluster.core.value_records import is_record_class
 from pscluster.core.values import HandleResolver, RecordResolver, describe, imported_class
@@ -218,16 +219,16 @@ def _reference_to(function: Any) -> definition_pb2.Definition | None:
 def _origin(function: Any) -> definition_pb2.Definition:
     """Where a function by value comes from.
 
-    Beside that file a worker looks for modules that it can't find; and what the pickle names of the function's
-    own module must come from the same version of it.
+    What the pickle names of the function's own module must come from the same version of it.
     """
     module_name = module_name_of(function)
     module = sys.modules.get(module_name)
     path = source_of(module) if module is not None and not is_library(module_name) else None
-    if path is None:
-        return definition_pb2.Definition(module=module_name)
-    digest = "" if module_name == MAIN else digest_of(path)
-    return definition_pb2.Definition(module=module_name, source_path=str(path), source_digest=digest)
+    origin = definition_pb2.Definition(module=module_name, folders=import_folders())
+    if path is not None:
+        origin.source_path = str(path)
+        origin.source_digest = "" if module_name == MAIN else digest_of(path)
+    return origin
 
 
 def _definition(module: str, qualname: str, path: Path | None, source_digest: str) -> definition_pb2.Definition:
@@ -238,6 +239,7 @@ def _definition(module: str, qualname: str, path: Path | None, source_digest: st
         qualname=qualname,
         source_path=str(path) if path else "",
         source_digest=source_digest,
+        folders=import_folders(),
     )
 
 
@@ -278,9 +280,10 @@ def resolve(
         try:
             found = _find(definition, bulk, resolve_handle)
         except ModuleNotFoundError:
-            if not trust().pickles or not _look_further(definition):
+            if not _look_further(definition):
                 raise
             found = _find(definition, bulk, resolve_handle)
+        _look_further(definition)  # for what it imports only when it runs
     except PsClusterError:
         raise
     except (Exception, SystemExit) as error:  # whatever modules do when they are imported, and classes when made
@@ -320,15 +323,22 @@ def _find(definition: definition_pb2.Definition, bulk: bytes | memoryview, resol
 
 
 def _look_further(definition: definition_pb2.Definition) -> bool:
-    """Import from where the coordinator does, as far as that is here, and from the worker's own folder too."""
+    """Import from where the coordinator does, as far as that is here, and from the worker's own folder too.
+
+    Behind what is imported from already, and not where pickles are off: there peers name no folders.
+    """
+    if not trust().pickles:
+        return False
     path = Path(definition.source_path)
-    folders = [Path.cwd()]
+    folders = [Path.cwd(), *map(Path, definition.folders)]
     if definition.source_path:
         above = 0 if definition.module == MAIN else definition.module.count(".") + (path.name == "__init__.py")
         folders.insert(0, path.parents[min(above, len(path.parents) - 1)])
-    new = [str(folder) for folder in folders if folder.is_dir() and str(folder) not in sys.path]
-    sys.path.extend(new)
-    importlib.invalidate_caches()
+    missing = [str(folder) for folder in dict.fromkeys(folders) if str(folder) not in sys.path]
+    new = [folder for folder in missing if os.path.isdir(folder)]
+    if new:
+        sys.path.extend(new)
+        importlib.invalidate_caches()
     return bool(new)
 
 

@@ -40,6 +40,12 @@ def is_library(module_name: str) -> bool:
     return isinstance(path, str) and in_library(path)
 
 
+def import_folders() -> list[str]:
+    """The folders that this process imports the user's modules from, in order."""
+    folders = dict.fromkeys(os.path.abspath(folder) for folder in sys.path)  # "" is the current one
+    return [folder for folder in folders if not in_library(os.path.join(folder, "__init__.py"))]
+
+
 def source_of(module: types.ModuleType) -> Path | None:
     """The module's source file, where it has one."""
     path = getattr(module, "__file__", None)

@@ -9,12 +9,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Definition(_message.Message):
-    __slots__ = ("digest", "module", "qualname", "source_path", "source_digest", "assembly", "arrays", "pickle")
+    __slots__ = ("digest", "module", "qualname", "source_path", "source_digest", "folders", "assembly", "arrays", "pickle")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODULE_FIELD_NUMBER: _ClassVar[int]
     QUALNAME_FIELD_NUMBER: _ClassVar[int]
     SOURCE_PATH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FOLDERS_FIELD_NUMBER: _ClassVar[int]
     ASSEMBLY_FIELD_NUMBER: _ClassVar[int]
     ARRAYS_FIELD_NUMBER: _ClassVar[int]
     PICKLE_FIELD_NUMBER: _ClassVar[int]
@@ -23,10 +24,11 @@ class Definition(_message.Message):
     qualname: str
     source_path: str
     source_digest: str
+    folders: _containers.RepeatedScalarFieldContainer[str]
     assembly: Assembly
     arrays: bytes
     pickle: bytes
-    def __init__(self, digest: _Optional[str] = ..., module: _Optional[str] = ..., qualname: _Optional[str] = ..., source_path: _Optional[str] = ..., source_digest: _Optional[str] = ..., assembly: _Optional[_Union[Assembly, _Mapping]] = ..., arrays: _Optional[bytes] = ..., pickle: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, digest: _Optional[str] = ..., module: _Optional[str] = ..., qualname: _Optional[str] = ..., source_path: _Optional[str] = ..., source_digest: _Optional[str] = ..., folders: _Optional[_Iterable[str]] = ..., assembly: _Optional[_Union[Assembly, _Mapping]] = ..., arrays: _Optional[bytes] = ..., pickle: _Optional[bytes] = ...) -> None: ...
 
 class Assembly(_message.Message):
     __slots__ = ("files", "parts", "sizes")
