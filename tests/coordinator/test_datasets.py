@@ -308,6 +308,45 @@ def test_an_error_in_the_iteration(coordinator: ClusterCoordinator, everywhere: 
         assert caught.value.errno == 5
 
 
+class Unloadable:
+    """A dataset that can be pickled, and not loaded again."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+    def __reduce__(self) -> Any:
+        return refuse_to_load, ()
+
+
+def refuse_to_load() -> None:
+    """What workers call for an `Unloadable`."""
+    raise RuntimeError("this object does not like workers")
+
+
+def test_a_dataset_that_cannot_be_loaded(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
+    """It is the error of the functions that use it, argument, captured or a part, and of nobody else."""
+    iterator = iter(coordinator.create_per_worker_dataset(Unloadable()))
+    parts = [*coordinator.distribute_dataset(Unloadable(), name="odd", retries=0).repeat(2)]
+    for _ in range(2):
+        assert everywhere(coordinator, double, 2) == [4] * NUM_WORKERS
+        for fn, args in ((next, (iterator,)), (lambda: next(iterator), ()), (list, (parts.pop(),))):
+            value = coordinator.schedule(fn, args=args)
+            with pytest.raises(errors.MisuseError, match=r"used on worker \d.*does not like workers") as caught:
+                value.fetch(PATIENCE)
+            assert isinstance(caught.value, errors.FunctionError)
+            with pytest.raises(errors.FunctionError) as joined:
+                coordinator.join(PATIENCE)
+            assert joined.value is caught.value
+            assert args != (iterator,) or "elements" in str(caught.value)
+            assert fn is not list or "dataset 'odd'" in str(caught.value)
+
+
 def test_an_error_that_a_step_takes_care_of(coordinator: ClusterCoordinator) -> None:
     """A step may catch the error of its dataset as if the dataset were its own."""
     iterator = iter(coordinator.create_per_worker_dataset(fails))

@@ -622,9 +622,8 @@ class ClusterCoordinator:
     def _send_pipeline(self, pipeline: Pipeline) -> Number:
         value = next(self._resources)
         sent = dataclasses.replace(pipeline, _orders=[])  # they are made anew
-        function = self._captured_anew(
-            partial_of("dataset", numbered, sent, value)
-        )  # by its number it is no other one's
+        # By its number it is no other one's.
+        function = self._captured_anew(partial_of(f"dataset {pipeline.name!r}", numbered, sent, value))
         number = Number(value, function.handles)
         message = worker_pb2.Resource(id=number.value, definition=function.digest, distributed=True)
         self._add_resource(message, function, number)

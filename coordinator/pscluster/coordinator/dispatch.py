@@ -1284,18 +1284,23 @@ class Dispatcher:
             recipe = self._resources.get(number)
             if recipe is None:  # released meanwhile
                 continue
+            resource = worker_pb2.Resource()
+            resource.CopyFrom(recipe.message)
             try:
                 await self._define(link, connection, recipe.function)
-                await connection.upload(worker_pb2.UploadRequest(resource=recipe.message))
             except (grpc.RpcError, MisuseError, TypeError) as error:
                 failure = from_rpc(error, str(link.peer)) if isinstance(error, grpc.RpcError) else error
                 if _is_of_link(failure):
                     raise
-                self._resources.pop(number, None)
-                if isinstance(failure, PSUnavailableError):
+                if isinstance(failure, PSUnavailableError):  # the cluster's error, and not of the dataset
+                    self._resources.pop(number, None)
                     with self._lock:
                         self._doubt_servers()
-                self._abort(self._not_begun(recipe.function, link.peer.index, 0, failure), final=False)
+                    self._abort(self._not_begun(recipe.function, link.peer.index, 0, failure), final=False)
+                    continue
+                # The error of whoever uses it, as one of `dataset_fn` is: others need not hear of it.
+                resource.unloadable = f"{recipe.function.name} can't be used on {link.peer}: {failure}"
+            await connection.upload(worker_pb2.UploadRequest(resource=resource))
             link.built.add(number)
             if number not in self._resources:  # released while it was built
                 self._release_everywhere(recipe.message)

@@ -15,7 +15,14 @@ from typing import Any
 
 from pscluster.core.context import FunctionContext, running
 from pscluster.core.definitions import resolve
-from pscluster.core.errors import ProtocolError, PSUnavailableError, StaleError, UnavailableError
+from pscluster.core.errors import (
+    MisuseError,
+    ProtocolError,
+    PsClusterError,
+    PSUnavailableError,
+    StaleError,
+    UnavailableError,
+)
 from pscluster.core.frames import Buffer
 from pscluster.core.handles import Handle
 from pscluster.core.telemetry.recording import Recording
@@ -65,6 +72,7 @@ class Job:
         self._results: dict[int, Sequence[Buffer]] = {}
         self._fetched = threading.Condition(self._lock)
         self._pipelines: dict[str, Pipeline] = {}  # by the dataset's number
+        self._unloadable: dict[str, str] = {}  # datasets that are none here, and why
         self._parts: dict[int, list[Part]] = {}  # by the function that they were sent for
         self._reader = Reader(self.context(function=0, attempt=0))
         self.closed = threading.Event()
@@ -136,7 +144,10 @@ class Job:
         with self._lock:
             if place in self._handles:  # a copy of the request: the iterator goes on where it is
                 return
-        dataset_fn = self.definition(resource.definition)
+        if resource.unloadable and resource.distributed:
+            self._unloadable[str(resource.id)] = resource.unloadable
+            return
+        dataset_fn = _raising(resource.unloadable) if resource.unloadable else self.definition(resource.definition)
         if resource.distributed:
             self._pipelines.setdefault(str(resource.id), dataset_fn())
             return
@@ -159,7 +170,7 @@ class Job:
 
     def expect_parts(self, step: worker_pb2.Step) -> None:
         """A function that waits here will want these: begin to read them."""
-        with contextlib.suppress(ProtocolError):  # the step itself will say so
+        with contextlib.suppress(ProtocolError, MisuseError):  # the step itself will say so
             self.parts_of(step)
 
     def parts_of(self, step: worker_pb2.Step) -> list[Part]:
@@ -167,18 +178,24 @@ class Job:
         with self._lock:
             parts = self._parts.get(step.function)
             if parts is None:
-                pipelines = [self._pipelines.get(key.partition("/")[0]) for key in step.parts]
+                numbers = [key.partition("/")[0] for key in step.parts]
+                pipelines = [self._pipelines.get(number) for number in numbers]
+                if None in pipelines:
+                    raise self._no_dataset(numbers)
                 parts = [
                     Part(key, pipeline, self._reader, skips=step.skips)
                     for key, pipeline in zip(step.parts, pipelines, strict=True)
                     if pipeline is not None
                 ]
-                if None in pipelines:
-                    raise ProtocolError(f"there is no dataset on this worker for {', '.join(step.parts)}")
                 self._parts[step.function] = parts
                 for part in parts:
                     self._reader.add(part)
             return parts
+
+    def _no_dataset(self, numbers: Sequence[str]) -> PsClusterError:
+        """Under the lock: the error of a function whose datasets, of these numbers, are not all here."""
+        why = next((self._unloadable[number] for number in numbers if number in self._unloadable), "")
+        return MisuseError(why) if why else ProtocolError(f"a dataset of {', '.join(numbers)} is not on this worker")
 
     def drop_parts(self, function: int) -> None:
         """It has ended, or goes elsewhere."""
@@ -193,6 +210,7 @@ class Job:
             for number in resources:
                 if self._pipelines.pop(str(number), None) is not None:
                     self._reader.forget(str(number))
+                self._unloadable.pop(str(number), None)
                 self._handles.pop((WorkerIterator.handle_kind, str(number)), None)
             for digest in definitions:
                 self._definitions.pop(digest, None)
@@ -244,3 +262,12 @@ class Job:
         """Wait until no result is left to fetch. False if that takes longer."""
         with self._fetched:
             return self._fetched.wait_for(lambda: not self._results, timeout)
+
+
+def _raising(why: str) -> Callable[[], Any]:
+    """What stands for a `dataset_fn` that can't be loaded here."""
+
+    def dataset_fn() -> Any:
+        raise MisuseError(why)
+
+    return dataset_fn
