@@ -174,6 +174,29 @@ def test_each_iter_begins_anew(coordinator: ClusterCoordinator, everywhere: Ever
     assert isinstance(dataset, PerWorkerDataset)
 
 
+@pytest.mark.parametrize(
+    "dataset_fn", [no_argument, lambda: itertools.islice(itertools.count(1), 3)], ids=["a list", "an iterator"]
+)
+def test_a_dataset_as_an_argument(coordinator: ClusterCoordinator, everywhere: Everywhere, dataset_fn: Any) -> None:
+    """A step has its worker's own, built or not, and goes through it from the beginning each time; also captured."""
+    for dataset in (
+        coordinator.create_per_worker_dataset(dataset_fn).build(),
+        coordinator.create_per_worker_dataset(dataset_fn),
+    ):
+
+        def twice(dataset: Any) -> list[list[int]]:
+            return [list(dataset), [next(iter(dataset))], list(iter(dataset))]
+
+        found = [[1, 2, 3], [1], [1, 2, 3]]
+        assert everywhere(coordinator, twice, dataset) == [found] * NUM_WORKERS
+        assert everywhere(coordinator, lambda dataset=dataset: twice(dataset)) == [found] * NUM_WORKERS
+        assert everywhere(coordinator, take, iter(dataset.build()), 2) == [[1, 2]] * NUM_WORKERS
+        returned = coordinator.schedule(iter, args=(dataset,))
+        with pytest.raises(errors.MisuseError, match="returned a per-worker iterator that nobody here has"):
+            returned.fetch(PATIENCE)
+        assert coordinator.schedule(lambda each: each, args=(dataset,)).fetch(PATIENCE) is dataset
+
+
 def test_the_peers_wrapper(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:
     """distribute_datasets_from_function changes nothing, around a dataset_fn or in one as in the tutorial (row 19)."""
 
@@ -331,11 +354,12 @@ def refuse_to_load() -> None:
 
 def test_a_dataset_that_cannot_be_loaded(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
     """It is the error of the functions that use it, argument, captured or a part, and of nobody else."""
-    iterator = iter(coordinator.create_per_worker_dataset(Unloadable()))
+    dataset = coordinator.create_per_worker_dataset(Unloadable())
+    iterator = iter(dataset)
     parts = [*coordinator.distribute_dataset(Unloadable(), name="odd", retries=0).repeat(2)]
     for _ in range(2):
         assert everywhere(coordinator, double, 2) == [4] * NUM_WORKERS
-        for fn, args in ((next, (iterator,)), (lambda: next(iterator), ()), (list, (parts.pop(),))):
+        for fn, args in ((next, (iterator,)), (lambda: next(iterator), ()), (list, (parts.pop(),)), (list, (dataset,))):
             value = coordinator.schedule(fn, args=args)
             with pytest.raises(errors.MisuseError, match=r"used on worker \d.*does not like workers") as caught:
                 value.fetch(PATIENCE)
@@ -344,7 +368,7 @@ def test_a_dataset_that_cannot_be_loaded(coordinator: ClusterCoordinator, everyw
                 coordinator.join(PATIENCE)
             assert joined.value is caught.value
             assert args != (iterator,) or "elements" in str(caught.value)
-            assert fn is not list or "dataset 'odd'" in str(caught.value)
+            assert args in [(), (iterator,), (dataset,)] or "dataset 'odd'" in str(caught.value)
 
 
 def test_an_error_that_a_step_takes_care_of(coordinator: ClusterCoordinator) -> None:

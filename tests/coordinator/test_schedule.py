@@ -565,7 +565,7 @@ def test_an_iterator_as_a_result_that_nobody_has(coordinator: ClusterCoordinator
     value = coordinator.schedule(echo, args=(iter(coordinator.create_per_worker_dataset([1])),))
     coordinator.join(PATIENCE)
     until(lambda: value.status is RemoteValueStatus.READY, "the function has ended")
-    until(lambda: not coordinator._iterators, "the thread that sent it has let go of it, too")
+    until(lambda: not coordinator._per_worker, "the thread that sent it has let go of it, too")
     with pytest.raises(errors.MisuseError, match="iterator that nobody here has any more"):
         value.fetch(PATIENCE)
 

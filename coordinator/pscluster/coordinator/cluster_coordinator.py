@@ -111,7 +111,7 @@ class ClusterCoordinator:
             self._resources = itertools.count(1)
             self.trainings_ended = 0
             self._training = threading.Lock()
-            self._iterators = weakref.WeakValueDictionary()
+            self._per_worker = weakref.WeakValueDictionary()
             self._remains = deque()
             self._resolve_handle = self._handle_of
             strategy._coordinator = self
@@ -126,7 +126,7 @@ class ClusterCoordinator:
     _resources: itertools.count[int]
     trainings_ended: int
     _training: threading.Lock
-    _iterators: weakref.WeakValueDictionary[str, PerWorkerIterator]
+    _per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset]
     _resolve_handle: HandleResolver  # the same object for all values
     _remains: deque[Pins]  # of evaluations that are over, on servers that could not be reached then
 
@@ -358,7 +358,8 @@ class ClusterCoordinator:
         """A dataset on every worker: `dataset_fn()` or `dataset_fn(context)` is called there and returns an iterable.
 
         An iterable instead of a function is sent to every worker as it is. Give `iter()` of what this returns
-        to `schedule`. A worker that restarts builds it anew and begins at its start.
+        to `schedule`, or itself where each function is to begin anew. A worker that restarts builds it anew and begins
+        at its start.
         """
         if not callable(dataset_fn):
             if not isinstance(dataset_fn, Iterable):
@@ -369,8 +370,10 @@ class ClusterCoordinator:
             elements = dataset_fn
             if iter(elements) is elements:
                 raise ValueError("an iterator can be gone through once only: give a list, or a function that makes one")
-            return PerWorkerDataset(self._captured_anew(partial_of("elements", given, elements)), self._make_iterator)
-        return PerWorkerDataset(self._capture(dataset_fn), self._make_iterator)
+            function = self._captured_anew(partial_of("elements", given, elements))
+        else:
+            function = self._capture(dataset_fn)
+        return PerWorkerDataset(function, self._make_iterator, self._build_dataset)
 
     def distribute_dataset(
         self,
@@ -615,9 +618,16 @@ class ClusterCoordinator:
     def _make_iterator(self, function: CapturedFunction) -> PerWorkerIterator:
         number = next(self._resources)
         iterator = PerWorkerIterator(number)
-        self._iterators[iterator.handle_key] = iterator
+        self._per_worker[str(number)] = iterator
         self._add_resource(worker_pb2.Resource(id=number, definition=function.digest, seed=number), function, iterator)
         return iterator
+
+    def _build_dataset(self, function: CapturedFunction, dataset: PerWorkerDataset) -> int:
+        number = next(self._resources)
+        self._per_worker[str(number)] = dataset
+        resource = worker_pb2.Resource(id=number, definition=function.digest, seed=number, iterable=True)
+        self._add_resource(resource, function, dataset)
+        return number
 
     def _send_pipeline(self, pipeline: Pipeline) -> Number:
         value = next(self._resources)
@@ -636,12 +646,12 @@ class ClusterCoordinator:
 
     def _handle_of(self, kind: str, key: str) -> Handle:
         """The handle that a function returned."""
-        if kind != PerWorkerIterator.handle_kind:
+        if kind not in (PerWorkerIterator.handle_kind, PerWorkerDataset.handle_kind):
             return self.strategy.resolve_handle(kind, key)
-        iterator = self._iterators.get(key)
-        if iterator is None:
-            raise MisuseError("a function returned a per-worker iterator that nobody here has any more")
-        return iterator
+        found = self._per_worker.get(key)
+        if found is None or found.handle_kind != kind:
+            raise MisuseError(f"a function returned a per-worker {kind} that nobody here has any more")
+        return found
 
     def _capture(self, fn: Callable[..., Any]) -> CapturedFunction:
         owner: Any = fn

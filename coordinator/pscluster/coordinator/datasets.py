@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from pscluster.core.definitions import CapturedFunction
@@ -35,20 +36,42 @@ class PerWorkerIterator(Handle):
         return f"<PerWorkerIterator {self._number}>"
 
 
-class PerWorkerDataset:
-    """A dataset on every worker. Each `iter()` begins anew, with a seed of its own."""
+class PerWorkerDataset(Handle):
+    """A dataset on every worker. Each `iter()` begins anew, with a seed of its own.
+
+    Pass what `iter()` gives to `schedule`, for an iterator that goes on from function to function; or the dataset: a
+    step then has its worker's own, and each `iter()` of it, or loop over it, begins anew.
+    """
+
+    handle_kind = "dataset"
 
     def __init__(
-        self, function: CapturedFunction, make_iterator: Callable[[CapturedFunction], PerWorkerIterator]
+        self,
+        function: CapturedFunction,
+        make_iterator: Callable[[CapturedFunction], PerWorkerIterator],
+        build: Callable[[CapturedFunction, PerWorkerDataset], int],
     ) -> None:
+        """`build`: has it built on all workers, and gives its number."""
         self._function = function
         self._make_iterator = make_iterator
+        self._build = build
+        self._building = threading.Lock()
+        self._number: int | None = None
+
+    @property
+    def handle_key(self) -> str:
+        """The resource's number. It is built by then."""
+        with self._building:
+            if self._number is None:
+                self._number = self._build(self._function, self)
+            return str(self._number)
 
     def __iter__(self) -> PerWorkerIterator:
         return self._make_iterator(self._function)
 
     def build(self) -> PerWorkerDataset:
-        """The peer's name: the dataset itself."""
+        """Have every worker call `dataset_fn` now, and not when the first function uses it; the dataset itself."""
+        _ = self.handle_key
         return self
 
     def __repr__(self) -> str:

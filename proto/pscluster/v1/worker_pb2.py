@@ -26,7 +26,7 @@ from pscluster.v1 import definition_pb2 as pscluster_dot_v1_dot_definition__pb2
 from pscluster.v1 import value_pb2 as pscluster_dot_v1_dot_value__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pscluster/v1/worker.proto\x12\x0cpscluster.v1\x1a\x1dpscluster/v1/definition.proto\x1a\x18pscluster/v1/value.proto\"a\n\x08Resource\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\ndefinition\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x13\n\x0b\x64istributed\x18\x04 \x01(\x08\x12\x12\n\nunloadable\x18\x05 \x01(\t\"\xfb\x01\n\rUploadRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12.\n\ndefinition\x18\x02 \x01(\x0b\x32\x18.pscluster.v1.DefinitionH\x00\x12*\n\x08resource\x18\x03 \x01(\x0b\x32\x16.pscluster.v1.ResourceH\x00\x12\x30\n\x0b\x61ttachments\x18\x04 \x01(\x0b\x32\x19.pscluster.v1.AttachmentsH\x00\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x0b\n\x03pad\x18\r \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\x06\n\x04\x62ody\"@\n\x0b\x41ttachments\x12\x10\n\x08\x66unction\x18\x01 \x01(\x04\x12\r\n\x05sizes\x18\x02 \x03(\x04\x12\x10\n\x08position\x18\x03 \x01(\x04\"!\n\x0bUploadReply\x12\x12\n\nunresolved\x18\x01 \x01(\t\"\xb3\x01\n\x04Step\x12\x10\n\x08\x66unction\x18\x01 \x01(\x04\x12\x12\n\ndefinition\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12&\n\targuments\x18\x04 \x01(\x0b\x32\x13.pscluster.v1.Value\x12\x13\n\x0bwant_result\x18\x05 \x01(\x08\x12\x0b\n\x03key\x18\x06 \x01(\x06\x12\r\n\x05parts\x18\x07 \x03(\t\x12\x0c\n\x04term\x18\t \x01(\x04\x12\r\n\x05skips\x18\x08 \x01(\x08\"X\n\x0cStepsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x10\n\x08position\x18\x02 \x01(\x04\x12!\n\x05steps\x18\x03 \x03(\x0b\x32\x12.pscluster.v1.Step\"w\n\x07\x46\x61ilure\x12\x0e\n\x06module\x18\x01 \x01(\t\x12\x10\n\x08qualname\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12&\n\targuments\x18\x04 \x01(\x0b\x32\x13.pscluster.v1.Value\x12\x11\n\ttraceback\x18\x05 \x01(\t\"\xec\x02\n\x07Outcome\x12\x10\n\x08\x66unction\x18\x01 \x01(\x04\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.pscluster.v1.Outcome.Kind\x12\"\n\x05value\x18\x03 \x01(\x0b\x32\x13.pscluster.v1.Value\x12&\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x15.pscluster.v1.Failure\x12.\n\x0b\x61ttachments\x18\x05 \x01(\x0b\x32\x19.pscluster.v1.Attachments\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\x0e\n\x06waited\x18\x07 \x01(\x01\x12&\n\x07skipped\x18\x08 \x03(\x0b\x32\x15.pscluster.v1.Skipped\x12\x0f\n\x07updated\x18\t \x01(\x08\"O\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x08\n\x04\x44ONE\x10\x01\x12\n\n\x06\x46\x41ILED\x10\x02\x12\x0c\n\x08RETURNED\x10\x03\x12\r\n\tCANCELLED\x10\x04\"6\n\x07Skipped\x12\x10\n\x08\x65xamples\x18\x01 \x01(\x04\x12\x0b\n\x03why\x18\x02 \x01(\t\x12\x0c\n\x04part\x18\x03 \x01(\r\"5\n\nStepsReply\x12\'\n\x08outcomes\x18\x01 \x03(\x0b\x32\x15.pscluster.v1.Outcome\"w\n\rRecallRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x11\n\tfunctions\x18\x02 \x03(\x04\x12\x11\n\tpositions\x18\x03 \x03(\x04\x12\x16\n\x0e\x63\x61ncel_running\x18\x04 \x01(\x08\x12\x13\n\x0b\x65nd_process\x18\x05 \x01(\x08\"\r\n\x0bRecallReply\"7\n\x0fTellSeenRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07servers\x18\x02 \x03(\r\"\x0f\n\rTellSeenReply\"8\n\x0f\x44ownloadRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x10\n\x08\x66unction\x18\x02 \x01(\x04\"P\n\rDownloadReply\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12\x0b\n\x03pad\x18\r \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"M\n\x0eReleaseRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x11\n\tresources\x18\x02 \x03(\x04\x12\x13\n\x0b\x64\x65\x66initions\x18\x03 \x03(\t\"\x0e\n\x0cReleaseReply2\xa8\x03\n\x06Worker\x12\x42\n\x06Upload\x12\x1b.pscluster.v1.UploadRequest\x1a\x19.pscluster.v1.UploadReply(\x01\x12\x41\n\x05Steps\x12\x1a.pscluster.v1.StepsRequest\x1a\x18.pscluster.v1.StepsReply(\x01\x30\x01\x12@\n\x06Recall\x12\x1b.pscluster.v1.RecallRequest\x1a\x19.pscluster.v1.RecallReply\x12H\n\x08\x44ownload\x12\x1d.pscluster.v1.DownloadRequest\x1a\x1b.pscluster.v1.DownloadReply0\x01\x12\x43\n\x07Release\x12\x1c.pscluster.v1.ReleaseRequest\x1a\x1a.pscluster.v1.ReleaseReply\x12\x46\n\x08TellSeen\x12\x1d.pscluster.v1.TellSeenRequest\x1a\x1b.pscluster.v1.TellSeenReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pscluster/v1/worker.proto\x12\x0cpscluster.v1\x1a\x1dpscluster/v1/definition.proto\x1a\x18pscluster/v1/value.proto\"s\n\x08Resource\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\ndefinition\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x13\n\x0b\x64istributed\x18\x04 \x01(\x08\x12\x10\n\x08iterable\x18\x06 \x01(\x08\x12\x12\n\nunloadable\x18\x05 \x01(\t\"\xfb\x01\n\rUploadRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12.\n\ndefinition\x18\x02 \x01(\x0b\x32\x18.pscluster.v1.DefinitionH\x00\x12*\n\x08resource\x18\x03 \x01(\x0b\x32\x16.pscluster.v1.ResourceH\x00\x12\x30\n\x0b\x61ttachments\x18\x04 \x01(\x0b\x32\x19.pscluster.v1.AttachmentsH\x00\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x0b\n\x03pad\x18\r \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\x06\n\x04\x62ody\"@\n\x0b\x41ttachments\x12\x10\n\x08\x66unction\x18\x01 \x01(\x04\x12\r\n\x05sizes\x18\x02 \x03(\x04\x12\x10\n\x08position\x18\x03 \x01(\x04\"!\n\x0bUploadReply\x12\x12\n\nunresolved\x18\x01 \x01(\t\"\xb3\x01\n\x04Step\x12\x10\n\x08\x66unction\x18\x01 \x01(\x04\x12\x12\n\ndefinition\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12&\n\targuments\x18\x04 \x01(\x0b\x32\x13.pscluster.v1.Value\x12\x13\n\x0bwant_result\x18\x05 \x01(\x08\x12\x0b\n\x03key\x18\x06 \x01(\x06\x12\r\n\x05parts\x18\x07 \x03(\t\x12\x0c\n\x04term\x18\t \x01(\x04\x12\r\n\x05skips\x18\x08 \x01(\x08\"X\n\x0cStepsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x10\n\x08position\x18\x02 \x01(\x04\x12!\n\x05steps\x18\x03 \x03(\x0b\x32\x12.pscluster.v1.Step\"w\n\x07\x46\x61ilure\x12\x0e\n\x06module\x18\x01 \x01(\t\x12\x10\n\x08qualname\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12&\n\targuments\x18\x04 \x01(\x0b\x32\x13.pscluster.v1.Value\x12\x11\n\ttraceback\x18\x05 \x01(\t\"\xec\x02\n\x07Outcome\x12\x10\n\x08\x66unction\x18\x01 \x01(\x04\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.pscluster.v1.Outcome.Kind\x12\"\n\x05value\x18\x03 \x01(\x0b\x32\x13.pscluster.v1.Value\x12&\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x15.pscluster.v1.Failure\x12.\n\x0b\x61ttachments\x18\x05 \x01(\x0b\x32\x19.pscluster.v1.Attachments\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\x0e\n\x06waited\x18\x07 \x01(\x01\x12&\n\x07skipped\x18\x08 \x03(\x0b\x32\x15.pscluster.v1.Skipped\x12\x0f\n\x07updated\x18\t \x01(\x08\"O\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x08\n\x04\x44ONE\x10\x01\x12\n\n\x06\x46\x41ILED\x10\x02\x12\x0c\n\x08RETURNED\x10\x03\x12\r\n\tCANCELLED\x10\x04\"6\n\x07Skipped\x12\x10\n\x08\x65xamples\x18\x01 \x01(\x04\x12\x0b\n\x03why\x18\x02 \x01(\t\x12\x0c\n\x04part\x18\x03 \x01(\r\"5\n\nStepsReply\x12\'\n\x08outcomes\x18\x01 \x03(\x0b\x32\x15.pscluster.v1.Outcome\"w\n\rRecallRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x11\n\tfunctions\x18\x02 \x03(\x04\x12\x11\n\tpositions\x18\x03 \x03(\x04\x12\x16\n\x0e\x63\x61ncel_running\x18\x04 \x01(\x08\x12\x13\n\x0b\x65nd_process\x18\x05 \x01(\x08\"\r\n\x0bRecallReply\"7\n\x0fTellSeenRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07servers\x18\x02 \x03(\r\"\x0f\n\rTellSeenReply\"8\n\x0f\x44ownloadRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x10\n\x08\x66unction\x18\x02 \x01(\x04\"P\n\rDownloadReply\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12\x0b\n\x03pad\x18\r \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"M\n\x0eReleaseRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x11\n\tresources\x18\x02 \x03(\x04\x12\x13\n\x0b\x64\x65\x66initions\x18\x03 \x03(\t\"\x0e\n\x0cReleaseReply2\xa8\x03\n\x06Worker\x12\x42\n\x06Upload\x12\x1b.pscluster.v1.UploadRequest\x1a\x19.pscluster.v1.UploadReply(\x01\x12\x41\n\x05Steps\x12\x1a.pscluster.v1.StepsRequest\x1a\x18.pscluster.v1.StepsReply(\x01\x30\x01\x12@\n\x06Recall\x12\x1b.pscluster.v1.RecallRequest\x1a\x19.pscluster.v1.RecallReply\x12H\n\x08\x44ownload\x12\x1d.pscluster.v1.DownloadRequest\x1a\x1b.pscluster.v1.DownloadReply0\x01\x12\x43\n\x07Release\x12\x1c.pscluster.v1.ReleaseRequest\x1a\x1a.pscluster.v1.ReleaseReply\x12\x46\n\x08TellSeen\x12\x1d.pscluster.v1.TellSeenRequest\x1a\x1b.pscluster.v1.TellSeenReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,43 +34,43 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pscluster.v1.worker_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESOURCE']._serialized_start=100
-  _globals['_RESOURCE']._serialized_end=197
-  _globals['_UPLOADREQUEST']._serialized_start=200
-  _globals['_UPLOADREQUEST']._serialized_end=451
-  _globals['_ATTACHMENTS']._serialized_start=453
-  _globals['_ATTACHMENTS']._serialized_end=517
-  _globals['_UPLOADREPLY']._serialized_start=519
-  _globals['_UPLOADREPLY']._serialized_end=552
-  _globals['_STEP']._serialized_start=555
-  _globals['_STEP']._serialized_end=734
-  _globals['_STEPSREQUEST']._serialized_start=736
-  _globals['_STEPSREQUEST']._serialized_end=824
-  _globals['_FAILURE']._serialized_start=826
-  _globals['_FAILURE']._serialized_end=945
-  _globals['_OUTCOME']._serialized_start=948
-  _globals['_OUTCOME']._serialized_end=1312
-  _globals['_OUTCOME_KIND']._serialized_start=1233
-  _globals['_OUTCOME_KIND']._serialized_end=1312
-  _globals['_SKIPPED']._serialized_start=1314
-  _globals['_SKIPPED']._serialized_end=1368
-  _globals['_STEPSREPLY']._serialized_start=1370
-  _globals['_STEPSREPLY']._serialized_end=1423
-  _globals['_RECALLREQUEST']._serialized_start=1425
-  _globals['_RECALLREQUEST']._serialized_end=1544
-  _globals['_RECALLREPLY']._serialized_start=1546
-  _globals['_RECALLREPLY']._serialized_end=1559
-  _globals['_TELLSEENREQUEST']._serialized_start=1561
-  _globals['_TELLSEENREQUEST']._serialized_end=1616
-  _globals['_TELLSEENREPLY']._serialized_start=1618
-  _globals['_TELLSEENREPLY']._serialized_end=1633
-  _globals['_DOWNLOADREQUEST']._serialized_start=1635
-  _globals['_DOWNLOADREQUEST']._serialized_end=1691
-  _globals['_DOWNLOADREPLY']._serialized_start=1693
-  _globals['_DOWNLOADREPLY']._serialized_end=1773
-  _globals['_RELEASEREQUEST']._serialized_start=1775
-  _globals['_RELEASEREQUEST']._serialized_end=1852
-  _globals['_RELEASEREPLY']._serialized_start=1854
-  _globals['_RELEASEREPLY']._serialized_end=1868
-  _globals['_WORKER']._serialized_start=1871
-  _globals['_WORKER']._serialized_end=2295
+  _globals['_RESOURCE']._serialized_end=215
+  _globals['_UPLOADREQUEST']._serialized_start=218
+  _globals['_UPLOADREQUEST']._serialized_end=469
+  _globals['_ATTACHMENTS']._serialized_start=471
+  _globals['_ATTACHMENTS']._serialized_end=535
+  _globals['_UPLOADREPLY']._serialized_start=537
+  _globals['_UPLOADREPLY']._serialized_end=570
+  _globals['_STEP']._serialized_start=573
+  _globals['_STEP']._serialized_end=752
+  _globals['_STEPSREQUEST']._serialized_start=754
+  _globals['_STEPSREQUEST']._serialized_end=842
+  _globals['_FAILURE']._serialized_start=844
+  _globals['_FAILURE']._serialized_end=963
+  _globals['_OUTCOME']._serialized_start=966
+  _globals['_OUTCOME']._serialized_end=1330
+  _globals['_OUTCOME_KIND']._serialized_start=1251
+  _globals['_OUTCOME_KIND']._serialized_end=1330
+  _globals['_SKIPPED']._serialized_start=1332
+  _globals['_SKIPPED']._serialized_end=1386
+  _globals['_STEPSREPLY']._serialized_start=1388
+  _globals['_STEPSREPLY']._serialized_end=1441
+  _globals['_RECALLREQUEST']._serialized_start=1443
+  _globals['_RECALLREQUEST']._serialized_end=1562
+  _globals['_RECALLREPLY']._serialized_start=1564
+  _globals['_RECALLREPLY']._serialized_end=1577
+  _globals['_TELLSEENREQUEST']._serialized_start=1579
+  _globals['_TELLSEENREQUEST']._serialized_end=1634
+  _globals['_TELLSEENREPLY']._serialized_start=1636
+  _globals['_TELLSEENREPLY']._serialized_end=1651
+  _globals['_DOWNLOADREQUEST']._serialized_start=1653
+  _globals['_DOWNLOADREQUEST']._serialized_end=1709
+  _globals['_DOWNLOADREPLY']._serialized_start=1711
+  _globals['_DOWNLOADREPLY']._serialized_end=1791
+  _globals['_RELEASEREQUEST']._serialized_start=1793
+  _globals['_RELEASEREQUEST']._serialized_end=1870
+  _globals['_RELEASEREPLY']._serialized_start=1872
+  _globals['_RELEASEREPLY']._serialized_end=1886
+  _globals['_WORKER']._serialized_start=1889
+  _globals['_WORKER']._serialized_end=2313
 # @@protoc_insertion_point(module_scope)

@@ -182,3 +182,41 @@ class WorkerIterator(Handle):
             return next(self)
         except EndOfIterator as end:
             raise end.error() from None
+
+
+class WorkerDataset(Handle):
+    """What a step function gets for a per-worker dataset: this worker's own, of which each `iter()` begins anew."""
+
+    handle_kind = "dataset"
+
+    def __init__(self, key: str, build: Callable[[], Iterable[Any]], waited: Callable[[float], None]) -> None:
+        """`waited` is told the seconds that each element took."""
+        self._key = key
+        self._build = build
+        self._waited = waited
+        self._dataset: Iterable[Any] | None = None  # None: to be made anew
+        self._taking = threading.Lock()
+        self._error: BaseException | None = None
+        self._trace: TracebackType | None = None
+        try:
+            self._dataset = build()
+        except BaseException as error:  # a sys.exit(), too, is for the step that asks for an element
+            self._error = error
+            self._trace = error.__traceback__
+
+    @property
+    def handle_key(self) -> str:
+        """The resource's number."""
+        return self._key
+
+    def __iter__(self) -> WorkerIterator:
+        return WorkerIterator(self._key, self._fresh, self._waited)
+
+    def _fresh(self) -> Iterable[Any]:
+        if self._error is not None:
+            raise self._error.with_traceback(self._trace)
+        with self._taking:
+            dataset = self._dataset
+            if isinstance(dataset, Iterator):  # a generator, for one, can be gone through once
+                self._dataset = None
+        return self._build() if dataset is None else dataset

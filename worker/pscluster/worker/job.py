@@ -31,7 +31,7 @@ from pscluster.ps.handles import handle_of
 from pscluster.ps.wire import PINNED
 from pscluster.v1 import definition_pb2, worker_pb2
 from pscluster.worker.counts import WorkerCounts
-from pscluster.worker.datasets import InputContext, WorkerIterator, call_dataset_fn, mixed_seed
+from pscluster.worker.datasets import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed
 from pscluster.worker.parts import Part, Reader
 from pscluster.worker.pipelines import Pipeline
 from pscluster.worker.strategy import Strategy
@@ -140,9 +140,10 @@ class Job:
 
     def build(self, resource: worker_pb2.Resource) -> None:
         """Build a per-worker iterator. Errors of the user's function wait in it for the step that uses it."""
-        place = WorkerIterator.handle_kind, str(resource.id)
+        kind: type[WorkerIterator | WorkerDataset] = WorkerDataset if resource.iterable else WorkerIterator
+        place = kind.handle_kind, str(resource.id)
         with self._lock:
-            if place in self._handles:  # a copy of the request: the iterator goes on where it is
+            if place in self._handles:  # a copy of the request: an iterator goes on where it is
                 return
         if resource.unloadable and resource.distributed:
             self._unloadable[str(resource.id)] = resource.unloadable
@@ -155,11 +156,9 @@ class Job:
             self.worker_index, self.num_workers, mixed_seed(self._seed, resource.seed, self.worker_index)
         )
         with running(self.context(function=0, attempt=0)):
-            iterator = WorkerIterator(
-                str(resource.id), lambda: call_dataset_fn(dataset_fn, context), self._counts.waited_for_data
-            )
+            made = kind(str(resource.id), lambda: call_dataset_fn(dataset_fn, context), self._counts.waited_for_data)
         with self._lock:
-            self._handles.setdefault(place, iterator)
+            self._handles.setdefault(place, made)
 
     # Parts of distributed datasets
 
@@ -211,7 +210,8 @@ class Job:
                 if self._pipelines.pop(str(number), None) is not None:
                     self._reader.forget(str(number))
                 self._unloadable.pop(str(number), None)
-                self._handles.pop((WorkerIterator.handle_kind, str(number)), None)
+                for kind in (WorkerIterator, WorkerDataset):
+                    self._handles.pop((kind.handle_kind, str(number)), None)
             for digest in definitions:
                 self._definitions.pop(digest, None)
 
