@@ -879,9 +879,14 @@ def test_the_command_line(manager: CheckpointManager, model: Model, tmp_path: Pa
     assert not (tmp_path / "other" / "model.safetensors.index.json").exists()
 
 
-def test_merged_as_others_read_it(model: Model, manager: CheckpointManager, tmp_path: Path) -> None:
-    """Sharded safetensors: every variable whole, slots and averages beside it, where the index says."""
+def test_merged_as_others_read_it(
+    sharding_strategy: ParameterServerStrategy, model: Model, manager: CheckpointManager, tmp_path: Path
+) -> None:
+    """Sharded safetensors: every variable whole, slots and averages beside it, where the index says; none of ours."""
+    sharding_strategy.save_progress(epoch=1)
     path = manager.save().result()
+    assert "pscluster/progress" in read_index(path).variables
+    assert "pscluster/" not in tools.inspect(path).partition("also")[2]
     files = tools.merge(path, str(tmp_path / "out"), file_bytes=200)
     assert len(files) > 3
     index = read_json(tmp_path / "out" / "model.safetensors.index.json")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from tests.faults.support import gone
 
 from pscluster.coordinator.local_cluster import LocalCluster, LocalClusterError
 from pscluster.coordinator.run import run_script
+from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.core.cluster import TFConfig, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, MisuseError, WaitTimeoutError
 
@@ -467,8 +469,21 @@ def test_two_clusters_at_once(house: House) -> None:
 def test_a_command_that_is_not_there(house: House) -> None:
     """A cluster whose processes can't be started raises at its start and leaves nothing."""
     house.role = [str(house.folder / "nothing-here")]
+    cluster = house.cluster(1, 2)
+    assert repr(cluster) == "<LocalCluster not started: 1 ps and 2 worker>"
     with pytest.raises(LocalClusterError, match=r"ps 0 could not be started: .*nothing-here"):
-        house.cluster().start()
+        cluster.start()
+    assert re.match("<LocalCluster failed: ps 0 could not be started: .*nothing-here", repr(cluster))
+    with pytest.raises(MisuseError, match="this LocalCluster has been stopped; make a new one"):
+        ParameterServerStrategy(cluster)
+
+
+def test_a_cluster_that_was_never_started(house: House) -> None:
+    """It says so, whether it was stopped since, or its arguments could not be."""
+    cluster = house.cluster()
+    cluster.stop()
+    assert repr(cluster) == "<LocalCluster stopped, and never started: 1 ps and 1 worker>"
+    assert repr(LocalCluster.__new__(LocalCluster)) == "<LocalCluster that could not be made>"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from pscluster.coordinator import (
     cluster_coordinator,
     errors,
     experimental_get_current_worker_index,
+    metrics,
     optimizers,
 )
 
@@ -1112,6 +1113,38 @@ def test_after_the_strategy_is_closed(cluster: LocalCluster, gate: Gate) -> None
     with pytest.raises(errors.PsClusterError):
         w.read_value()
     gate.open()
+
+
+def test_what_is_said_of_a_job_that_is_over(cluster: LocalCluster) -> None:
+    """Not that the script has ended, which it has not, nor that something is missing, or could be done again."""
+    with ParameterServerStrategy(cluster) as strategy:
+        coordinator = ClusterCoordinator(strategy)
+        data = coordinator.distribute_dataset(np.arange(4)).batch(2)
+        assert repr(coordinator) == f"<ClusterCoordinator of {strategy!r}>"
+    assert repr(strategy) == f"<ParameterServerStrategy 2 ps, {NUM_WORKERS} workers, closed>"
+    calls: list[Callable[[], object]] = [
+        coordinator.join,
+        lambda: coordinator.schedule(triple, args=(1,)),
+        lambda: coordinator.evaluate(triple, data, [metrics.Mean()]),
+        lambda: coordinator.evaluate(triple, data, [metrics.Mean()], concurrent=True),
+        lambda: coordinator.fit(triple, data, verbose=0),
+    ]
+    for call in calls:
+        with pytest.raises(errors.CancelledError) as caught:
+            call()
+        assert str(caught.value) == "the job is over: its strategy was closed"
+    assert coordinator.describe() == "the job is over: nothing waits, and nothing runs"
+    assert "missing" not in coordinator.explain()
+
+
+def test_options_of_a_coordinator_that_there_is(strategy: ParameterServerStrategy) -> None:
+    """One a strategy: other options than it was made with are an error, and would change nothing in silence."""
+    coordinator = ClusterCoordinator(strategy, max_attempts=2)
+    assert ClusterCoordinator(strategy) is coordinator
+    assert ClusterCoordinator(strategy, max_attempts=2, max_queued=262_144, worker_lease=30) is coordinator
+    for options, said in (({"max_queued": 2}, "max_queued is 2.* 262144"), ({"max_attempts": 3}, "is 3.* with 2")):
+        with pytest.raises(errors.MisuseError, match=f"{said}, and there is one a strategy"):
+            ClusterCoordinator(strategy, **options)
 
 
 def test_a_coordinator_of_a_closed_strategy(cluster: LocalCluster) -> None:

@@ -559,6 +559,35 @@ def test_names(strategy: ParameterServerStrategy) -> None:
     assert odd.numpy() == 3
 
 
+def test_the_list_of_variables(cutting: ParameterServerStrategy) -> None:
+    """It has the very handles that the user has, and `in` asks which of them one is. What is the library's own is not
+    in it, nor in the table, and no user's name begins so.
+    """
+    with cutting.scope():
+        first, v, other = (Variable(np.zeros((4, 2), np.float32), name=name) for name in ("first", "v", "other"))
+    cutting.save_progress(step=1)
+    listed = cutting.variables
+    assert listed[1] is v
+    assert [each.name for each in listed] == ["first", "v", "other"]
+    assert v in listed
+    assert 0 not in listed
+    assert (listed.index(v), listed.count(v)) == (1, 1)
+    for shard in v.variables:
+        assert shard in v.variables
+        assert shard not in other.variables
+    listed.remove(v)
+    assert v not in listed
+    with pytest.raises(ValueError, match=r"<.*Variable 'v' .* is not in the list"):
+        listed.index(v)
+    with pytest.raises(ValueError, match="is not in the list"):
+        listed.index(other, 0, 1)
+    assert v in cutting.variables
+    assert first is cutting.variables[0]
+    assert "pscluster/" not in cutting.placement()
+    with cutting.scope(), pytest.raises(errors.MisuseError, match="begin with 'pscluster/' are pscluster's own"):
+        Variable(0, name="pscluster/progress")
+
+
 def test_names_made_up_step_aside(strategy: ParameterServerStrategy) -> None:
     """A name that is made up is none that the user has given."""
     with strategy.scope():

@@ -23,7 +23,8 @@ from pscluster.ps.counts import ServiceCounts, VariableCounts
 from pscluster.ps.plans import PreparedRead
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.telemetry import ServerTelemetry
-from pscluster.ps.wire import PINNED
+from pscluster.ps.wire import OURS, PINNED
+from pscluster.v1 import node_pb2
 from pscluster.worker.telemetry import WorkerTelemetry
 
 ROLES: list[type[Telemetry]] = [CoordinatorTelemetry, ServerTelemetry, WorkerTelemetry]
@@ -145,6 +146,19 @@ def test_an_evaluations_copies_take_no_counts_with_them(monkeypatch: pytest.Monk
     figures = ServerTelemetry(role, Budget(1)).snapshot()
     assert figures["variable_bytes"] == {"own": 16, OTHER: 16}
     assert figures["variable_pulls_total"] == {"own": 1}
+
+
+def test_variables_of_the_library_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they take and what is read of them counts as `other`; among the busiest there are the user's alone."""
+    role, counts = ParameterServerRole(0), VariableCounts()
+    counts.read(8, 0.1, 1)
+    monkeypatch.setattr(role.store, "traffic", lambda: [(f"{OURS}progress", 32, counts), ("own", 16, counts)])
+    figures = ServerTelemetry(role, Budget(1)).snapshot()
+    assert figures["variable_bytes"] == {"own": 16, OTHER: 32}
+    assert figures["variable_pulls_total"] == {"own": 1, OTHER: 1}
+    reply = node_pb2.StatusReply()
+    role.describe_load(reply, 10)
+    assert [load.name for load in reply.busiest] == ["own"]
 
 
 class OneRole(Telemetry):

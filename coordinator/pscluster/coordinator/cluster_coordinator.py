@@ -64,16 +64,30 @@ WORKER_LEASE = 30.0
 _making = threading.Lock()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """A coordinator's, as it was made with them."""
+
+    max_queued: int
+    max_attempts: int
+    worker_lease: float
+
+
 class ClusterCoordinator:
     """Hands functions to workers. One a strategy: making it again gives the same one.
 
     Args:
         strategy: connected to the cluster.
-        max_queued: `schedule` blocks while so many functions wait.
+        max_queued: `schedule` blocks while so many functions wait; default 262,144.
         max_attempts: a function that was running on so many workers that died fails: it may be what kills them.
+            Default 3.
         worker_lease: seconds for which a worker may be silent, frozen or cut off, before its functions go to others
-            and what it still sends is refused. It is asked three times as often. A step that holds Python's lock, as
-            some libraries' do, makes its worker silent, too.
+            and what it still sends is refused; default 30. It is asked three times as often. A step that holds Python's
+            lock, as some libraries' do, makes its worker silent, too.
+
+    Raises:
+        ValueError: no strategy, or an option is out of its range.
+        MisuseError: the strategy's coordinator was made with other options; or the strategy is closed.
 
     Threads may schedule, join and fetch at the same time.
     """
@@ -85,26 +99,29 @@ class ClusterCoordinator:
         cls,
         strategy: ParameterServerStrategy,
         *,
-        max_queued: int = MAX_QUEUED,
-        max_attempts: int = MAX_ATTEMPTS,
-        worker_lease: float = WORKER_LEASE,
+        max_queued: int | None = None,
+        max_attempts: int | None = None,
+        worker_lease: float | None = None,
     ) -> ClusterCoordinator:
         """The coordinator of this strategy."""
         if not isinstance(strategy, ParameterServerStrategy):
             raise ValueError(f"a ClusterCoordinator needs a ParameterServerStrategy, not a {type(strategy).__name__}")
-        for name, value in (("max_queued", max_queued), ("max_attempts", max_attempts)):
-            if value < 1:
+        asked = {"max_queued": max_queued, "max_attempts": max_attempts, "worker_lease": worker_lease}
+        for name, value in asked.items():
+            if value is not None and not value >= 1:
                 raise ValueError(f"{name} is {value}; it must be 1 or more")
-        if not worker_lease >= 1:
-            raise ValueError(f"worker_lease is {worker_lease}; it must be 1 second or more")
         with _making:
             if strategy._coordinator is not None:
+                strategy._coordinator._check_options(asked)
                 return strategy._coordinator
             self = super().__new__(cls)
             self.strategy = strategy
-            self._dispatcher = strategy.start_dispatcher(
-                max_queued=max_queued, max_attempts=max_attempts, worker_lease=worker_lease
+            self._options = Options(
+                MAX_QUEUED if max_queued is None else max_queued,
+                MAX_ATTEMPTS if max_attempts is None else max_attempts,
+                WORKER_LEASE if worker_lease is None else worker_lease,
             )
+            self._dispatcher = strategy.start_dispatcher(**dataclasses.asdict(self._options))
             self._captured = {}
             self._classes = {}
             self._made = Counter()
@@ -124,11 +141,24 @@ class ClusterCoordinator:
     _classes: dict[type, CapturedFunction]
     _made: Counter[str]  # functions, by the place that makes them
     _resources: itertools.count[int]
+    _options: Options
     trainings_ended: int
     _training: threading.Lock
     _per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset]
     _resolve_handle: HandleResolver  # the same object for all values
     _remains: deque[Pins]  # of evaluations that are over, on servers that could not be reached then
+
+    def _check_options(self, asked: Mapping[str, float | None]) -> None:
+        """MisuseError if it was made with others."""
+        for name, value in asked.items():
+            if value is not None and value != (mine := getattr(self._options, name)):
+                raise MisuseError(
+                    f"{name} is {value}, but this strategy's ClusterCoordinator was made with {mine}, and there is one "
+                    "a strategy: give its options where it is made first, or none"
+                )
+
+    def __repr__(self) -> str:
+        return f"<ClusterCoordinator of {self.strategy!r}>"
 
     def schedule(
         self,

@@ -373,6 +373,8 @@ class Dispatcher:
     def check_no_error(self, name: str) -> None:
         """Under the lock; see `at_once`. What stands apart is cancelled by an error of others, which is theirs."""
         if (error := self._scheduler.error) is not None:
+            if self._scheduler.final:  # to do it again would be of no use
+                raise error.with_traceback(None)
             raise _cancelled(name, error) from error
 
     def wait_for(self, values: Sequence[RemoteValue], left: float | None, timeout: float | None) -> None:
@@ -897,6 +899,8 @@ class Dispatcher:
 
     def _describe(self) -> str:
         """Under the lock."""
+        if self._closed:
+            return "the job is over: nothing waits, and nothing runs"
         workers = self._who_is_up()
         line = f"{self._scheduler.waiting} functions wait, {self._scheduler.in_flight} are with workers; {workers}"
         return f"{line}; {pending}" if (pending := self._pending()) else line

@@ -11,13 +11,15 @@ import numpy as np
 from pscluster.coordinator.partitioners import FixedShardsPartitioner
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.fault_points import reach
-from pscluster.ps.variables import Variable
+from pscluster.ps.creating import VariableRequest
+from pscluster.ps.wire import OURS
 
 if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy
+    from pscluster.ps.variables import Variable
 
-NAME = "pscluster/progress"
-TRAINING = "pscluster/training"
+NAME = f"{OURS}progress"
+TRAINING = f"{OURS}training"
 """That of `fit`."""
 
 CAPACITY = 64 << 10
@@ -62,14 +64,12 @@ class JobProgress:
 
     def _bytes(self) -> Variable:
         if self._variable is None:
-            known = {variable.name: variable for variable in self._strategy.variables}
+            known = {variable.name: variable for variable in self._strategy.all_variables}
             self._variable = known.get(self._name)
         if self._variable is None:
-            with self._strategy.scope():
-                zeros = np.zeros(CAPACITY, np.uint8)
-                self._variable = Variable(
-                    zeros, name=self._name, trainable=False, partitioner=FixedShardsPartitioner(1)
-                )
+            zeros, whole = np.zeros(CAPACITY, np.uint8), FixedShardsPartitioner(1)
+            request = VariableRequest(zeros, self._name, None, None, trainable=False, partitioner=whole)
+            self._variable = self._strategy.create_variable(request, ours=True)
         return self._variable
 
 

@@ -274,8 +274,7 @@ class LocalCluster(ClusterResolver):
             MisuseError: the cluster was stopped before. One object is one cluster.
         """
         with self._changed:
-            if self._ended.is_set():
-                raise MisuseError("this LocalCluster has been stopped; make a new one")
+            self.check_not_stopped()
             if self._monitor is not None:
                 return self
             try:
@@ -497,10 +496,25 @@ class LocalCluster(ClusterResolver):
             )
         return process.pid
 
+    @property
+    def _size(self) -> str:
+        return " and ".join(f"{count} {name}" for name, count in self._counts.items())
+
+    def check_not_stopped(self) -> None:
+        """MisuseError if nobody listens any more at the cluster's addresses, for it was stopped."""
+        if self._ended.is_set():
+            raise MisuseError("this LocalCluster has been stopped; make a new one")
+
     def __repr__(self) -> str:
+        if not hasattr(self, "_crash"):
+            return "<LocalCluster that could not be made>"
         with self._changed:
-            states = self._supervisor.states()
-            life = "stopped" if self._ended.is_set() else "running" if self._monitor else "not started"
+            states, failures = self._supervisor.states(), self._supervisor.failures
+            if self._monitor is None:
+                return f"<LocalCluster {'stopped, and never' if self._ended.is_set() else 'not'} started: {self._size}>"
+            if self._ended.is_set() and failures:
+                return f"<LocalCluster failed: {'; '.join(failures)}>"
+            life = "stopped" if self._ended.is_set() else "running"
         tasks = ", ".join(
             task_name(state.task) + (f" pid {state.pid}" if state.phase is Phase.RUNNING else f" {state.phase.value}")
             for state in states
@@ -511,8 +525,7 @@ class LocalCluster(ClusterResolver):
 
     def _task(self, role: str, index: int) -> TaskKey:
         if not 0 <= index < self._counts.get(role, 0):
-            counts = " and ".join(f"{count} {name}" for name, count in self._counts.items())
-            raise MisuseError(f"there is no {role} {index} in a cluster of {counts}")
+            raise MisuseError(f"there is no {role} {index} in a cluster of {self._size}")
         return role, index
 
     def _all_started_once(self) -> bool:

@@ -26,6 +26,7 @@ from pscluster.coordinator.visits import Visits
 from pscluster.coordinator.waiting import result_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.handles import Handle
+from pscluster.ps.wire import OURS
 
 if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 StopOf = Callable[[int, int], int]
 
-NAME = "pscluster/positions"
+NAME = f"{OURS}positions"
 SAVE_SECONDS = 10.0
 
 

@@ -69,8 +69,8 @@ from pscluster.ps.creating import Partitioner, VariableRequest, colocated_with, 
 from pscluster.ps.handles import handle_of
 from pscluster.ps.initializers import Initializer
 from pscluster.ps.store import partition_of
-from pscluster.ps.variables import Array, Shard, Variable, whole_index
-from pscluster.ps.wire import PINNED
+from pscluster.ps.variables import Array, Shard, Variable, VariableList, whole_index
+from pscluster.ps.wire import OURS
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 from pscluster.worker.strategy import Strategy
 
@@ -136,6 +136,8 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         if not ps_timeout > 0:
             raise ConfigurationError(f"ps_timeout is {ps_timeout}; give more than 0 seconds")
+        if isinstance(cluster_resolver, LocalCluster):
+            cluster_resolver.check_not_stopped()
         spec = cluster_resolver.cluster_spec()
         validate_for_strategy(spec, cluster_resolver.task_type, cluster_resolver.task_id)
         options = process_options()
@@ -334,7 +336,8 @@ class ParameterServerStrategy(Strategy):
             if not prefix_of(spec.name):
                 self._client.delete_variable(spec.name, spec.id, patient=True)
         self._last_id = live.last_id
-        logger.info("going on with a job of %d variables: %s", len(live.variables), ", ".join(live.variables) or "none")
+        names = [name for name in live.variables if not name.startswith(OURS)]
+        logger.info("going on with a job of %d variables: %s", len(names), ", ".join(names) or "none")
         return live
 
     def lives(self, variable: str) -> bool:
@@ -386,7 +389,7 @@ class ParameterServerStrategy(Strategy):
             dispatcher.server_is_lost(self._lost)
         return dispatcher
 
-    def close(self, reason: str = "the coordinator's script has ended") -> None:
+    def close(self, reason: str = "its strategy was closed") -> None:
         """End the job: tell all roles, close all connections. Variables are gone then. Idempotent.
 
         A checkpoint that is being written is waited for, unless a server is gone. Functions that have not ended are
@@ -543,7 +546,12 @@ class ParameterServerStrategy(Strategy):
     @property
     def variables(self) -> list[Variable]:
         """All variables, in the order in which they were made."""
-        return list(self._variables.values())
+        return VariableList(each for each in self._variables.values() if not each.name.startswith(OURS))
+
+    @property
+    def all_variables(self) -> list[Variable]:
+        """Those that keep something of the library's own among them."""
+        return VariableList(self._variables.values())
 
     def resolve_handle(self, kind: str, key: str) -> Handle:
         """The handle that a function returned. ProtocolError if there is none of that kind here."""
@@ -562,16 +570,21 @@ class ParameterServerStrategy(Strategy):
             self._last_id += count
             return range(self._last_id - count + 1, self._last_id + 1)
 
-    def create_variable(self, request: VariableRequest) -> tuple[ps_pb2.VariableSpec, PsClient]:
-        """For `Variable(...)`: cut it, place it, put its initial value on the servers."""
-        with self.reserving("variable", request.name) as name:
+    def create_variable(self, request: VariableRequest, *, ours: bool = False) -> Variable:
+        """For `Variable(...)`: cut it, place it, put its initial value on the servers.
+
+        Args:
+            request: what to make.
+            ours: it keeps something of the library's own, and is named so.
+        """
+        with self.reserving("variable", request.name, ours=ours) as name:
             initial = _initial(request, name, self.trusted)
             shape, dtype = initial.shape, initial.dtype
             if (spec := self._live.take_variable(name, shape, dtype)) is not None:
                 with self._lock:
                     self._placer.adopt(partition_of(spec), dtype, list(spec.owners))
-                self._variables[name] = Variable.of(spec, self._client)
-                return spec, self._client
+                variable = self._variables[name] = Variable.of(spec, self._client)
+                return variable
             beside = colocation()
             partitioner = None if beside is not None else request.partitioner or self._partitioner
             partition = partition_for(partitioner, shape, dtype, name)
@@ -600,8 +613,8 @@ class ParameterServerStrategy(Strategy):
                 with self._lock:
                     self._placer.release(partition, dtype, owners)
                 raise
-        self._variables[name] = Variable.of(spec, self._client)
-        return spec, self._client
+        variable = self._variables[name] = Variable.of(spec, self._client)
+        return variable
 
     def create_optimizer(
         self,
@@ -627,25 +640,25 @@ class ParameterServerStrategy(Strategy):
             self._reserved.discard(("variable", variable.name))
 
     @contextlib.contextmanager
-    def reserving(self, what: str, name: str | None, kind: str | None = None) -> Iterator[str]:
+    def reserving(self, what: str, name: str | None, kind: str | None = None, *, ours: bool = False) -> Iterator[str]:
         """For constructors: the name given, or one made up of the kind; free again if the block raises."""
-        taken = self._reserve(what, name, kind or what)
+        taken = self._reserve(what, name, kind or what, ours)
         try:
             yield taken
         except BaseException:
             self._reserved.discard((what, taken))
             raise
 
-    def _reserve(self, what: str, name: str | None, kind: str) -> str:
+    def _reserve(self, what: str, name: str | None, kind: str, ours: bool) -> str:
         with self._lock:
             if name is None:
                 free = (f"{kind}_{number}" if number else kind for number in itertools.count())
                 name = next(candidate for candidate in free if (what, candidate) not in self._reserved)
             elif not isinstance(name, str) or not 0 < len(name) <= 1000 or _has_surrogates(name):
                 raise MisuseError(f"a {kind}'s name must be a string of 1 to 1000 characters, not {name!r:.80}")
-            elif name.startswith(PINNED):
+            elif name.startswith(OURS) and not ours:
                 raise MisuseError(
-                    f"a {kind} can't be named {name!r}: names that begin with {PINNED!r} are pscluster's own"
+                    f"a {kind} can't be named {name!r}: names that begin with {OURS!r} are pscluster's own"
                 )
             elif (what, name) in self._reserved:
                 raise MisuseError(f"there is a {kind} {name!r} already: names are unique in a strategy")
@@ -681,7 +694,7 @@ class ParameterServerStrategy(Strategy):
         """A table of which shard lives where, and a picture of how full each server is (slots not counted)."""
         table = Table("shard", "shape", "type", "place", "bytes", title="placement")
         per_server: dict[str, int] = {}
-        for variable in self._variables.values():
+        for variable in self.variables:
             for shard in variable.variables:
                 per_server[shard.device] = per_server.get(shard.device, 0) + shard.nbytes
                 shape = "x".join(map(str, shard.shape)) or "scalar"
@@ -694,7 +707,8 @@ class ParameterServerStrategy(Strategy):
         return "\n".join([rendered(table), *picture])
 
     def __repr__(self) -> str:
-        return f"<ParameterServerStrategy {self._client.num_servers} ps, {len(self._workers)} workers>"
+        life = ", closed" if self._closed else ""
+        return f"<ParameterServerStrategy {self._client.num_servers} ps, {len(self._workers)} workers{life}>"
 
 
 def open_strategies() -> list[ParameterServerStrategy]:

@@ -43,7 +43,7 @@ class Creator(Protocol):
         """Whether what it sends to the servers may be pickled."""
         ...
 
-    def create_variable(self, request: VariableRequest) -> tuple[ps_pb2.VariableSpec, PsClient]:
+    def create_variable(self, request: VariableRequest) -> Variable:
         """Place the variable on the servers."""
         ...
 

@@ -55,7 +55,7 @@ from pscluster.ps.payload import Payload, Staging
 from pscluster.ps.shard import Array, Snapshot
 from pscluster.ps.spares import Spares
 from pscluster.ps.store import Placed, Store
-from pscluster.ps.wire import COPY, MESSAGE_BYTES, SESSION_BYTES
+from pscluster.ps.wire import COPY, MESSAGE_BYTES, OURS, SESSION_BYTES
 from pscluster.v1 import node_pb2, ps_pb2
 
 WHOLE_PULL_BYTES = 16 << 20
@@ -206,7 +206,8 @@ class ParameterServerRole(Role):
 
     def describe_load(self, reply: node_pb2.StatusReply, busiest: int) -> None:
         """The variables of which most bytes were read and updated."""
-        most, traffic = min(busiest, MAX_BUSIEST), self.store.traffic()
+        most = min(busiest, MAX_BUSIEST)
+        traffic = [each for each in self.store.traffic() if not each[0].startswith(OURS)]
         found = heapq.nlargest(most, traffic, key=lambda each: each[2].pulled_bytes + each[2].pushed_bytes)
         for name, nbytes, counts in found:
             load = reply.busiest.add(name=name, bytes=nbytes, reads=counts.pulls, read_bytes=counts.pulled_bytes)

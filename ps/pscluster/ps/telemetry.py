@@ -9,7 +9,7 @@ from pscluster.core.telemetry import OTHER, Figure, Labels, Snapshot, Telemetry
 from pscluster.ps.budget import Budget
 from pscluster.ps.counts import VariableCounts
 from pscluster.ps.service import ParameterServerRole
-from pscluster.ps.wire import PINNED
+from pscluster.ps.wire import OURS, PINNED
 
 _BY = ("variable",)
 
@@ -70,7 +70,7 @@ class ServerTelemetry(Telemetry):
         role, store, counts = self._role, self._role.store, self._role.counts
         # The largest first, for whom there are labels; what an evaluation copies comes and goes.
         traffic = sorted(store.traffic(), key=lambda each: (each[0].startswith(PINNED), -each[1]))
-        labels = self._labels.choose([name for name, _, _ in traffic if not name.startswith(PINNED)])
+        labels = self._labels.choose([name for name, _, _ in traffic if not name.startswith(OURS)])
         sizes: dict[str, float] = {}
         lost: dict[str, float] = {}
         for name, count in store.lost.items():

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import ItemsView, Iterator, KeysView, Sequence, Set, ValuesView
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,31 @@ class IndexedSlices(NamedTuple):
     values: npt.ArrayLike
     indices: npt.ArrayLike
     dense_shape: tuple[int, ...] | None = None
+
+
+_V = TypeVar("_V", "Variable", "Shard")
+
+
+class VariableList(list[_V]):
+    """A list of variables or shards. `in`, `index` and so on ask which of them it is; `==` would compare its values."""
+
+    def __contains__(self, wanted: object) -> bool:
+        return any(_is_same(each, wanted) for each in self)
+
+    def index(self, wanted: object, start: Any = 0, stop: Any = None, /) -> int:
+        """The place of a variable. ValueError if it is not among them."""
+        for place in range(*slice(start, stop).indices(len(self))):
+            if _is_same(self[place], wanted):
+                return place
+        raise ValueError(f"{wanted!r} is not in the list")
+
+    def count(self, wanted: object, /) -> int:
+        """How often it is in the list."""
+        return sum(_is_same(each, wanted) for each in self)
+
+    def remove(self, wanted: object, /) -> None:
+        """Take it out of the list. ValueError if it is not among them."""
+        del self[self.index(wanted)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,7 +176,7 @@ class Variable(Arithmetic, Handle):
         """Create the variable on the servers; a `ShardedVariable` where it is cut."""
         creator = current_creator(f"Variable {name!r}" if name else "a Variable")
         request = VariableRequest(initial_value, name, dtype, shape, trainable, partitioner)
-        return cls.of(*creator.create_variable(request))
+        return creator.create_variable(request)
 
     @staticmethod
     def of(spec: ps_pb2.VariableSpec, client: PsClient) -> Variable:
@@ -194,7 +219,7 @@ class Variable(Arithmetic, Handle):
     @property
     def variables(self) -> list[Shard]:
         """The shards, each with its `device`."""
-        return [Shard(self, index) for index in range(self.num_shards)]
+        return VariableList(Shard(self, index) for index in range(self.num_shards))
 
     @property
     def device(self) -> str:
@@ -641,6 +666,13 @@ class SlotVariable(Variable):
     def handle_key(self) -> str:
         """The variable, the optimizer and the slot, by name."""
         return self._key
+
+
+def _is_same(one: Variable | Shard, other: object) -> bool:
+    """Are they the same variable, or the same shard of one?"""
+    if isinstance(one, Shard) and isinstance(other, Shard):
+        return one.variable is other.variable and one.index == other.index
+    return one is other
 
 
 _NOT_NESTED = (Set, Iterator, KeysView, ValuesView, ItemsView, deque)  # whoever passes one expects to get it read

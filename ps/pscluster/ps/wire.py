@@ -28,7 +28,10 @@ MAX_ITEMS = 1 << 13
 ROWS_IDS_BYTES = 1 << 20
 """Row numbers that a client sends in one read: it divides what is more, as the server answers so many at one moment."""
 
-PINNED = "pscluster/pinned/"
+OURS = "pscluster/"
+"""Names of variables that keep something of the library's own begin so: users can't give such names, and see none."""
+
+PINNED = f"{OURS}pinned/"
 """Names of copies of variables begin so, which an evaluation reads while training goes on: they are in no checkpoint,
 and a coordinator that attaches removes those that it finds. Behind it stand the evaluation's number and the variable's
 name."""

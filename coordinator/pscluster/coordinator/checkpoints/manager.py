@@ -237,7 +237,7 @@ class Checkpoint:
             yield
 
     def _check_names(self, index: Index, path: str, partial: bool) -> None:
-        known = {variable.name for variable in self.strategy.variables}
+        known = {variable.name for variable in self.strategy.all_variables}
         missing = sorted(known - index.variables.keys() - KEPT)
         if missing and not partial:
             raise CheckpointMisfitError(
@@ -248,7 +248,7 @@ class Checkpoint:
 
     def _plan(self, index: Index, path: str, progress: bool) -> dict[int, ps_pb2.RestoreRequest]:
         requests = {server: ps_pb2.RestoreRequest() for server in range(self.strategy.client.num_servers)}
-        for variable in self.strategy.variables:
+        for variable in self.strategy.all_variables:
             if variable.name in KEPT and not progress:
                 continue
             if variable.name in index.variables:
@@ -400,7 +400,7 @@ def _remove_remains(path: str) -> None:
 
 
 def _bytes(strategy: ParameterServerStrategy) -> int:
-    return sum(variable.nbytes for variable in strategy.variables) * 4  # slots
+    return sum(variable.nbytes for variable in strategy.all_variables) * 4  # slots
 
 
 class CheckpointManager:

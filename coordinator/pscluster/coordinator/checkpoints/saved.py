@@ -13,9 +13,7 @@ from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import SavedTensor, SavedVariable, check_whole, dtype_of, read_index
 from pscluster.core.errors import CheckpointError, UnknownVariableError
 from pscluster.ps.checkpoints.tensor_files import Array, WrittenTensor, join, read
-
-_OURS = "pscluster/"
-"""How the names of variables begin that keep something of ours."""
+from pscluster.ps.wire import OURS
 
 
 class SavedVariables(Mapping[str, Array]):
@@ -40,7 +38,7 @@ class SavedVariables(Mapping[str, Array]):
         self.failure: CheckpointError | None = None
         self._index = read_index(self.path)
         check_whole(self._index, self.path)
-        self._names = [name for name in self._index.variables if not name.startswith(_OURS)]
+        self._names = [name for name in self._index.variables if not name.startswith(OURS)]
 
     @property
     def number(self) -> int:

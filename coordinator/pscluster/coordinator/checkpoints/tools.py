@@ -35,6 +35,7 @@ from pscluster.ps.checkpoints.tensor_files import (
     write,
 )
 from pscluster.ps.rules import RULES
+from pscluster.ps.wire import OURS
 
 _FILE_BYTES = 4 << 30  # of a merged file, about
 _LEAST_READ_BYTES = 64 << 10
@@ -45,7 +46,7 @@ def inspect(path: str) -> str:
     """A table of what is in it. CheckpointError if its index can't be read."""
     index = read_index(path)
     table = Table("variable", "type", "shape", "shards", "also", "bytes", title=Text(shown(f"{path}: {index.created}")))
-    for variable in index.variables.values():
+    for variable in _of_users(index):
         also = sorted(key for key in variable.arrays if key != "value")
         size = sum(tensor.bytes for tensors in variable.arrays.values() for tensor in tensors)
         shape = "x".join(map(str, variable.shape)) or "scalar"
@@ -62,6 +63,11 @@ def inspect(path: str) -> str:
         lines.append(f"functions that had ended, and may have left a part of their updates: {index.partly_applied:,}")
         lines += [f"  {shown(each)}" for each in index.partly_applied_last[-_MOST_NAMED:]]
     return "\n".join(lines)
+
+
+def _of_users(index: Index) -> list[SavedVariable]:
+    """Its variables, without those that keep something of the library's own, such as the job's progress."""
+    return [variable for name, variable in index.variables.items() if not name.startswith(OURS)]
 
 
 def verify(path: str) -> Index:
@@ -110,7 +116,7 @@ def merge(path: str, out: str, *, file_bytes: int = _FILE_BYTES) -> list[str]:
     if there(fs, join(where, index_name)):
         raise CheckpointError(f"{out} has a {index_name} already: give another directory")
     wholes: list[list[TensorToWrite]] = [[]]
-    for variable in index.variables.values():
+    for variable in _of_users(index):
         for key in variable.arrays:
             if sum(tensor.nbytes for tensor in wholes[-1]) >= file_bytes:
                 wholes.append([])
