@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import operator
+import os
 import sys
 import threading
 import time
@@ -254,6 +255,19 @@ def test_iterators_are_refused(coordinator: ClusterCoordinator, iterator: Any) -
     """What can be gone through once only can't be sent to several workers: a sentence says what to give instead."""
     with pytest.raises(ValueError, match="gone through once only: give a list, or a function that makes one"):
         coordinator.create_per_worker_dataset(iterator)
+
+
+def test_a_dataset_is_not_begun_in_the_script(coordinator: ClusterCoordinator) -> None:
+    """What opens something where it is gone through does so on workers alone."""
+    here = os.getpid()
+
+    class Opens:
+        def __iter__(self) -> Iterator[int]:
+            assert os.getpid() != here, "it was begun in the script"
+            return iter([4])
+
+    dataset = coordinator.create_per_worker_dataset(Opens())
+    assert coordinator.schedule(next, args=(iter(dataset),)).fetch(PATIENCE) == 4
 
 
 @pytest.mark.parametrize("wrong", [None, 3, 2.5, threading.Lock()])

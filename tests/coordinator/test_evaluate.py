@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -179,12 +180,50 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
         evaluate(len, data, [])
     with pytest.raises(errors.MisuseError, match=r"several metrics are named \['sum'\]: give them names, or a dict"):
         evaluate(len, data, [metrics.Sum(), metrics.Sum()])
-    with pytest.raises(errors.MisuseError, match=r"metric 'x', a int, has no \['initial', 'update'"):
+    with pytest.raises(errors.MisuseError, match=r"metric 'x', a int, has no initial, update"):
         evaluate(len, data, {"x": 3})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="shards is 0; it must be 1 or more, or 'auto'"):
         evaluate(len, data, [metrics.Sum()], shards=0)
     with pytest.raises(TypeError, match="evaluate takes a step function, not a int"):
         evaluate(3, data, [metrics.Sum()])  # type: ignore[arg-type]
+    for named in (["accuracy"], [metrics.Sum(), metrics.Accuracy], {"x": "accuracy"}):
+        with pytest.raises(errors.MisuseError, match=r"(\[.\]|'x') is .*ccuracy.*: give an object, such as metrics"):
+            evaluate(len, data, named)  # type: ignore[arg-type]
+    for several in ("accuracy", metrics.Accuracy(), None):
+        with pytest.raises(errors.MisuseError, match=r"the metrics are .*: give a list, such as \[metrics.Accuracy"):
+            evaluate(len, data, several)  # type: ignore[arg-type]
+    for wrong in ((np.arange(3),), [1], coordinator.create_per_worker_dataset([1]), None):
+        with pytest.raises(TypeError, match=f"not a {type(wrong).__name__}: give coordinator.distribute_dataset"):
+            evaluate(len, wrong, [metrics.Sum()])  # type: ignore[arg-type]
+
+
+class Totals(Examples):
+    """A metric that takes a dict."""
+
+    def update(self, state: dict[str, Any], found: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {"seen": state["seen"], "sum": state["sum"] + found["values"].sum()}
+
+
+def test_dicts_of_results(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
+    """Each metric has its own; or, where a dict has none's, the whole; what it lacks is named."""
+
+    def evaluate(step: Callable[[Any], Any], *names: str, **more: Any) -> dict[str, Any]:
+        named = {name: metrics.Sum() for name in names}
+        return coordinator.evaluate(step, data, {**named, **more}, timeout=PATIENCE)
+
+    total = sum(batch[1].sum(dtype=np.float64) for batch in data.local())
+    assert evaluate(lambda batch: {"a": batch[1]}, "a") == {"a": pytest.approx(total)}
+    assert evaluate(lambda batch: {"a": batch[1], "more": 1}, "a") == {"a": pytest.approx(total)}
+    assert evaluate(lambda batch: {"values": batch[1]}, whole=Totals())["whole"][1] == pytest.approx(total)
+    with pytest.raises(
+        errors.MisuseError, match=r"gave a dict with \['a'\], and nothing for the metrics \['b'\]: give .* \['a', 'b'\]"
+    ):
+        evaluate(lambda batch: {"a": batch[1]}, "a", "b")
+    with pytest.raises(
+        errors.MisuseError,
+        match=r"\['x'\], of which none is a metric, and metric 'a' does not .*: give .* \['a'\]",
+    ):
+        evaluate(lambda batch: {"x": batch[1]}, "a")
 
 
 def test_states_that_do_not_merge(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:

@@ -22,6 +22,7 @@ import pytest
 from tests.conftest import NUM_WORKERS, PATIENCE, Gate, leave_mark, marks, run_cluster, until, wait_for_file
 
 from pscluster.coordinator import (
+    CheckpointManager,
     ClusterCoordinator,
     LocalCluster,
     ParameterServerStrategy,
@@ -626,6 +627,37 @@ def test_a_captured_value_that_cannot_be_sent(coordinator: ClusterCoordinator) -
     guard = {"lock": threading.Lock()}
     with pytest.raises(TypeError, match=r"its variable .guard\['lock'\]. is a _thread.lock, which can't be pickled"):
         coordinator.schedule(lambda: guard)
+    assert coordinator.done()
+
+
+def test_what_stays_in_the_script(
+    cluster: LocalCluster, strategy: ParameterServerStrategy, coordinator: ClusterCoordinator, tmp_path: Path
+) -> None:
+    """Captured or as an argument, by the name that it has there, and with what to do; not what lies inside of it."""
+    value = coordinator.schedule(triple, args=(1,))
+    data = coordinator.distribute_dataset(np.arange(4)).batch(2)
+    with CheckpointManager(str(tmp_path), strategy=strategy) as manager:
+        for thing, mend in [
+            (coordinator, "schedule what is to run in the script"),
+            (cluster, "use variables in the function, or the strategy"),
+            (data, r"pass its parts, `for part in dataset: coordinator.schedule\(fn, args=\(part,\)\)`"),
+            (value, r"pass it as an argument, `schedule\(fn, args=\(value,\)\)`"),
+            (manager, "save and restore in the script"),
+        ]:
+            held, kind = {"it": [thing]}, type(thing).__name__
+            what = rf"is a pscluster\..*\.{kind}, which stays in the script: {mend}"
+            ways: list[tuple[Callable[..., object], str]] = [
+                (lambda thing=thing: thing, "thing"),
+                (lambda held=held: held, r"held\['it'\]\[0\]"),
+                (functools.partial(triple, thing), r"args\[0\]"),
+            ]
+            for captured, name in ways:
+                with pytest.raises(TypeError, match=f"its variable .{name}. {what}"):
+                    coordinator.schedule(captured)
+            if thing is not value:
+                with pytest.raises(TypeError, match=rf"args\[0\]\['it'\]\[0\] {what}"):
+                    coordinator.schedule(triple, args=(held,))
+    assert value.fetch(PATIENCE) == 3
     assert coordinator.done()
 
 

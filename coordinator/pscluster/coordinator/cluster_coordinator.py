@@ -14,7 +14,7 @@ import time
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pscluster.coordinator import timeline
@@ -37,7 +37,7 @@ from pscluster.core.definitions import (
     partial_of,
 )
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
-from pscluster.core.handles import Handle
+from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.values import HandleResolver, encode_call, map_structure
 from pscluster.ps.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
@@ -73,7 +73,7 @@ class Options:
     worker_lease: float
 
 
-class ClusterCoordinator:
+class ClusterCoordinator(StaysHere):
     """Hands functions to workers. One a strategy: making it again gives the same one.
 
     Args:
@@ -92,6 +92,10 @@ class ClusterCoordinator:
     Threads may schedule, join and fetch at the same time.
     """
 
+    instead = (
+        "schedule what is to run in the script; a function may have the result of another one as an argument, by its "
+        "RemoteValue"
+    )
     strategy: ParameterServerStrategy
     _dispatcher: Dispatcher
 
@@ -398,7 +402,7 @@ class ClusterCoordinator:
                     f"{type(dataset_fn).__name__}"
                 )
             elements = dataset_fn
-            if iter(elements) is elements:
+            if isinstance(elements, Iterator):
                 raise ValueError("an iterator can be gone through once only: give a list, or a function that makes one")
             function = self._captured_anew(partial_of("elements", given, elements))
         else:
@@ -481,6 +485,7 @@ class ClusterCoordinator:
             By name, what each metric's `result` gives.
 
         Raises:
+            TypeError: `step` is no function, or `dataset` no distributed one.
             MisuseError: something is no metric, or its states do not merge; or the dataset's own functions reach
                 variables, of which they would not have copies.
             FunctionError: the step, or, unless `concurrent`, something scheduled before, failed.
@@ -493,7 +498,11 @@ class ClusterCoordinator:
             raise ValueError(f"shards is {shards!r}; it must be 1 or more, or 'auto'")
         if not callable(step):
             raise TypeError(f"evaluate takes a step function, not a {type(step).__name__}")
-
+        if not isinstance(dataset, DistributedDataset):
+            raise TypeError(
+                f"evaluate takes a dataset of which each example counts once, not a {type(dataset).__name__}: give "
+                "coordinator.distribute_dataset(...).batch(64)"
+            )
         evaluate_shard = partial_of(name_of(step), states_of, step, named)
         if shards == "auto":
             shards = 5 * len(self.strategy.cluster_resolver.cluster_spec().task_indices("worker"))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pscluster.coordinator.positions import Number, Position, Positions, Range, StopOf
 from pscluster.core.errors import MisuseError, PsClusterError
-from pscluster.core.handles import Handle
+from pscluster.core.handles import Handle, StaysHere
 from pscluster.ps.variables import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.pipelines import Pipeline
@@ -123,13 +123,15 @@ class EpochShape:
         return -(-self.kept // self.places)
 
 
-class DistributedDataset:
+class DistributedDataset(StaysHere):
     """Examples that are visited once an epoch, by whichever worker comes first. See `distribute_dataset`.
 
     Each method returns another dataset, and leaves this one as it is. Going through one gives its `DataPart`s, for
     `schedule`. Each that is gone through has a position of its own, kept by its name: the first one of a source has the
     source's name, the next ones `name.2` and so on.
     """
+
+    instead = "pass its parts, `for part in dataset: coordinator.schedule(fn, args=(part,))`"
 
     def __init__(
         self,

@@ -71,6 +71,7 @@ from pscluster.coordinator.supervisor import (
 )
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
+from pscluster.core.handles import StaysHere
 from pscluster.core.process import LOG_FORMATS, LOG_LEVELS
 from pscluster.core.serving import (
     DATA_PORT_VARIABLE,
@@ -126,7 +127,7 @@ class Job(Protocol):
         """Tell the roles that it is over. Idempotent."""
 
 
-class LocalCluster(ClusterResolver):
+class LocalCluster(ClusterResolver, StaysHere):
     """Parameter servers and workers as processes on this machine; a context manager and a cluster resolver.
 
     Attributes:
@@ -137,6 +138,8 @@ class LocalCluster(ClusterResolver):
         task_type, task_id, rpc_layer, environment: as of any resolver; the process that holds the cluster is
             its chief.
     """
+
+    instead = "use variables in the function, or the strategy, which it may capture"
 
     def __init__(
         self,

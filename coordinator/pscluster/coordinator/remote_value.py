@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pscluster.coordinator.waiting import Event
 from pscluster.core.errors import FunctionError, WaitTimeoutError
+from pscluster.core.handles import StaysHere
 from pscluster.core.values import Buffer, HandleResolver, decode
 from pscluster.v1 import value_pb2
 
@@ -41,7 +42,7 @@ _NOT_DECODED = object()
 _events = threading.Lock()  # guards the making of events: few values are ever waited for one by one
 
 
-class RemoteValue:
+class RemoteValue(StaysHere):
     """The result of a scheduled function. Thread-safe.
 
     There may be a million of them, which Python's garbage collector looks through again and again: nothing that it
@@ -50,6 +51,7 @@ class RemoteValue:
     A value that was ready stays so, whatever dies after: it is here, not on the worker.
     """
 
+    instead = "pass it as an argument, `schedule(fn, args=(value,))`, and the function gets its value"
     __slots__ = (
         "__weakref__",
         "_attachments",

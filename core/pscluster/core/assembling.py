@@ -27,7 +27,7 @@ from typing import Any, Generic, Protocol
 
 import numpy as np
 
-from pscluster.core.handles import Handle
+from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.source_files import Binding, SourceFile, read_source
 from pscluster.core.sources import attributes_of, closure_of, holds_handle, is_library, source_of
 from pscluster.core.value_encoding import UnsendableError, children
@@ -217,6 +217,8 @@ class _Sender:
 
     def _object(self, part: definition_pb2.AssemblyPart, obj: Any) -> None:
         cls = type(obj)
+        if isinstance(obj, StaysHere):
+            raise UnsendableError(f"is {describe(obj)}, which {obj.why}")
         for base in cls.__mro__:
             if not _is_plain_base(base):
                 own = "" if base is cls else f", which is a {base.__module__}.{base.__qualname__}"

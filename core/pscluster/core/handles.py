@@ -6,7 +6,7 @@ pickled: what it names stays where it is, and the receiver makes its own handle 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 
 class Handle:
@@ -46,3 +46,22 @@ class Handle:
             f"{self.handle_kind} {self.handle_key!r} lives on the cluster and can't be pickled: "
             f"pass it as an argument of a scheduled function, or capture it in one"
         )
+
+
+class StaysHere:
+    """Base of what stays in the script: no function can have it, neither as an argument nor captured.
+
+    Subclasses set `instead`, what to do, for the message of whoever tries.
+    """
+
+    __slots__ = ()
+    instead: ClassVar[str]
+
+    @property
+    def why(self) -> str:
+        """For messages: "X is a Y, which ..."."""
+        return f"stays in the script: {self.instead}"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse pickling. TypeError always."""
+        raise TypeError(f"a {type(self).__name__} {self.why}")

@@ -24,7 +24,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # ships neither stubs nor py.typed
 
-from pscluster.core.handles import Handle
+from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.scripts import UnresolvedReference
 from pscluster.core.sources import attributes_of, closure_of, globals_of, is_library, module_holds_handles
 from pscluster.core.trust import trust
@@ -137,6 +137,11 @@ def dump(function: Any, name: str, *, whole: bool = False, rename: Rename | None
         return _dump(function, whole=whole, rename=rename)
     except Exception as error:
         label, culprit, reason = _blame(function, error)
+        if isinstance(culprit, StaysHere):
+            where = f"its variable {label!r} is" if label else "it is"
+            raise TypeError(
+                f"{name} can't be sent to the workers: {where} {describe(culprit)}, which {culprit.why}"
+            ) from error
         where = f"its variable {label!r} is {describe(culprit)}, which" if label else "it"
         raise TypeError(
             f"{name} can't be sent to the workers: {where} can't be pickled ({reason}). "
@@ -202,7 +207,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _blame(obj: Any, error: Exception, label: str = "", depth: int = 6) -> tuple[str, Any, Exception]:
     """The innermost part that can't be pickled: its name as the user would write it, itself, and why not."""
-    if depth:
+    if depth and not isinstance(obj, StaysHere):
         for step, part in _parts(obj):
             try:
                 _dump(part)

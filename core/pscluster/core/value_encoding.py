@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.core.handles import Handle
+from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.value_arrays import (
     UnsendableArrayError,
     plain_name,
@@ -413,6 +413,8 @@ def _put_other(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) 
         put = _PUT[cls] = _put_handle
     elif isinstance(obj, np.generic):
         put = _PUT[cls] = _put_scalar
+    elif isinstance(obj, StaysHere):
+        raise UnsendableError(f"is {describe(obj)}, which {obj.why}")
     elif isinstance(obj, enum.Enum):
         raise UnsendableError(f"is {describe(obj)}, an enum, which can't be sent: pass its name or its value")
     elif is_record_class(cls):

@@ -53,6 +53,7 @@ from pscluster.core.errors import (
 )
 from pscluster.core.fault_points import reach
 from pscluster.core.geometry import moves
+from pscluster.core.handles import StaysHere
 from pscluster.core.identity import fresh_id
 from pscluster.ps.checkpoints.tensor_files import join
 from pscluster.ps.wire import PINNED, part_name
@@ -81,13 +82,15 @@ class RestoredFrom(enum.Enum):
     NOTHING = "nothing"  # the initial values
 
 
-class Checkpoint:
+class Checkpoint(StaysHere):
     """Saves all of a strategy, variables, slots, averages, steps and progress, and restores it.
 
     Args:
         strategy: whose variables they are.
         barrier_timeout: seconds that running functions have to end in, before a save fails.
     """
+
+    instead = "save and restore in the script"
 
     def __init__(self, strategy: ParameterServerStrategy, *, barrier_timeout: float = BARRIER_SECONDS) -> None:
         if not barrier_timeout > 0:
@@ -403,7 +406,7 @@ def _bytes(strategy: ParameterServerStrategy) -> int:
     return sum(variable.nbytes for variable in strategy.all_variables) * 4  # slots
 
 
-class CheckpointManager:
+class CheckpointManager(StaysHere):
     """Several checkpoints in one directory, `ckpt-000001` and so on; the newest ones are kept.
 
     Args:
@@ -417,6 +420,8 @@ class CheckpointManager:
         ConfigurationError: an argument is out of its range.
         MisuseError: no strategy, or several, are open.
     """
+
+    instead = "save and restore in the script"
 
     def __init__(
         self,
