@@ -26,6 +26,9 @@ from pscluster.coordinator import (
     embedding_bag,
     embedding_lookup,
     embedding_lookup_sparse,
+    errors,
+    metrics,
+    optimizers,
 )
 
 Array = npt.NDArray[Any]
@@ -346,10 +349,12 @@ OTHERS += [S[:, np.newaxis, ::-1], S[3:, ..., np.newaxis], S[np.int64(3)], S[-1,
 WHOLE = np.arange(1, 17).reshape(8, 2)
 
 
-@pytest.fixture(scope="module")
-def sharded(strategy: ParameterServerStrategy) -> Variable:
-    """Eight rows as 3, 3, 2."""
-    return make(strategy, WHOLE, 3)
+@pytest.fixture(scope="module", params=["cut", "joined"])
+def sharded(strategy: ParameterServerStrategy, request: pytest.FixtureRequest) -> Variable:
+    """Eight rows as 3, 3, 2; or several variables that were joined, of 1, 0, 5 and 2."""
+    if request.param == "cut":
+        return make(strategy, WHOLE, 3)
+    return ShardedVariable([make(strategy, rows, 1) for rows in np.split(WHOLE, [1, 1, 6])])
 
 
 class TestSlicing:
@@ -620,3 +625,111 @@ class TestPartitioning:
         coordinator.schedule(step)
         with pytest.raises(Exception, match="in a step function, where none can be made"):
             coordinator.join()
+
+
+class TestJoined:
+    """`ShardedVariable(variables)`: variables that there are, as the shards of one."""
+
+    @pytest.mark.parametrize("wrong", [[], (), None, 3, "ab", np.zeros(2), {}], ids=repr)
+    def test_no_variables(self, wrong: Any) -> None:
+        """None, or no list of them: TypeError."""
+        with pytest.raises(TypeError, match="a ShardedVariable is made of a list of variables, not of"):
+            ShardedVariable(wrong)
+
+    def test_what_does_not_fit(self, strategy: ParameterServerStrategy, two_servers: LocalCluster) -> None:
+        """TypeError for what is no variable, ValueError for variables that differ; the odd one is named."""
+        a, b = make(strategy, np.zeros((2, 3)), 1, name="fit/a"), make(strategy, np.zeros((1, 3)), 1)
+        cut, scalar = make(strategy, np.zeros((2, 3)), 2, name="fit/cut"), make(strategy, np.float64(1), 1)
+        for wrong in (1.0, np.zeros((2, 3)), None):
+            with pytest.raises(TypeError, match=r"variables\[1\] is an? .*, and no variable: make one with"):
+                ShardedVariable([a, wrong])  # type: ignore[list-item]
+        for other, said in [
+            (make(strategy, np.zeros((2, 3), np.float32), 1), r"\[2\] is float32, and the first one float64"),
+            (make(strategy, np.zeros((2, 4)), 1), r"\[2\] has shape \(2, 4\), and the first one \(2, 3\): they may"),
+            (a, r"\[2\], 'fit/a', is given twice"),
+            (cut, r"\[2\], 'fit/cut', is cut itself"),
+            (cut.variables[0], r"\[2\] is 'fit/cut/part_0', a shard of a variable"),
+            (ShardedVariable([a, b]), r"\[2\], 'ShardedVariable', is cut itself"),
+            (scalar, r"\[2\], .*, is a scalar"),
+        ]:
+            with pytest.raises(ValueError, match=said):
+                ShardedVariable([a, b, other])  # type: ignore[list-item]
+        with ParameterServerStrategy(two_servers) as elsewhere:
+            far = make(elsewhere, np.zeros((2, 3)), 1)
+            with pytest.raises(errors.MisuseError, match="belong to different strategies"):
+                ShardedVariable([a, far])
+
+    def test_container(self, strategy: ParameterServerStrategy) -> None:
+        """The variables themselves, and the whole's shape, dtype and value; an update of one is one of the other."""
+        a, b = make(strategy, [0, 1], 1), make(strategy, [2, 3, 4], 1, trainable=False)
+        v = ShardedVariable([a, b], name="both")
+        assert isinstance(v, Variable)
+        assert (v.name, v.shape, v.num_shards, v.trainable) == ("both", (5,), 2, False)
+        assert v.dtype == np.int64
+        assert v.variables[0] is a
+        assert [*v][1] is b
+        assert v not in strategy.variables
+        assert a in strategy.variables
+        v.assign([5, 6, 7, 8, 9])
+        assert_shards(v, [5, 6], [7, 8, 9])
+        v.assign_add(1, at=slice(1, 3))
+        b.assign_sub([0, 0, 9])
+        assert v.numpy().tolist() == (v + 0).tolist() == [5, 7, 8, 8, 0]
+        v.scatter_update(IndexedSlices([70, 20, 30], [4, 0, 2]))
+        assert_shards(v, [20, 7], [30, 8, 70])
+        assert v.sparse_read([[4, 0], [0, 2]]).tolist() == [[70, 20], [20, 30]]
+        assert strategy.read({"v": v, "a": a})["v"].tolist() == [20, 7, 30, 8, 70]
+        assert repr(v).startswith("<JoinedVariable 'both' shape=(5,) dtype=int64 on /job:ps/task:")
+
+    def test_embedding(self, strategy: ParameterServerStrategy) -> None:
+        """Rows by id, alone and in bags, as of one that is cut."""
+        v = ShardedVariable([make(strategy, rows, 1) for rows in np.split(WHOLE.astype(np.float32), [1, 6])])
+        np.testing.assert_array_equal(embedding_lookup(v, [7, 0, 5, 0]), WHOLE[[7, 0, 5, 0]])
+        np.testing.assert_array_equal(embedding_bag(v, [[7, 0], [5]], combiner="sum"), [WHOLE[7] + WHOLE[0], WHOLE[5]])
+
+    def test_optimizers(self, strategy: ParameterServerStrategy) -> None:
+        """Gradients of the whole, and sparse ones, go to each variable; slots are beside each of them."""
+        a, b = make(strategy, np.zeros((1, 2), np.float32), 1), make(strategy, np.zeros((3, 2), np.float32), 1)
+        same, v = make(strategy, np.zeros((4, 2), np.float32), 2), ShardedVariable([a, b])
+        with strategy.scope():
+            adam = optimizers.Adam(0.1)
+        gradient = np.arange(8, dtype=np.float32).reshape(4, 2)
+        for each in (same, v):
+            adam.apply_gradients([(gradient, each)])
+            adam.apply_gradients([(IndexedSlices(gradient[:2], [3, 0]), each)])
+        np.testing.assert_array_equal(v.numpy(), same.numpy())
+        np.testing.assert_array_equal(adam.slot(b, "m").numpy(), adam.slot(same, "m").numpy()[1:])
+        with pytest.raises(TypeError, match="slots are kept beside each of"):
+            adam.slot(v, "m")
+        with pytest.raises(errors.MisuseError, match="is given twice: add its gradients first"):
+            adam.apply_gradients([(gradient, v), (gradient[:1], a)])
+
+    def test_in_functions(self, strategy: ParameterServerStrategy) -> None:
+        """Captured, as an argument, and as a result; every update of the whole and of a part counts, and once."""
+        a, b = make(strategy, [0, 0], 1), make(strategy, [0, 0], 1)
+        v, coordinator = ShardedVariable([a, b]), ClusterCoordinator(strategy)
+        fails = make(strategy, 1, 1)
+
+        def step(given: Any) -> Any:
+            v.assign_add([1, 1, 1, 1])
+            a.assign_add([10, 10])
+            given.scatter_add(IndexedSlices([100], [1]))
+            v.assign_add([1000, 1000, 1000, 1000])
+            given.variables[1].assign_add([5, 5])
+            if fails.numpy() == 1:
+                fails.assign(0)
+                raise OSError("try again")
+            return given, given.numpy()
+
+        returned, value = coordinator.schedule(step, args=(v,), retries=1).fetch(60)
+        assert value.tolist() == [1011, 1111, 1006, 1006]
+        assert type(returned) is type(v)
+        assert returned.variables[0] is a
+        data = coordinator.distribute_dataset(np.arange(4)).batch(2)
+
+        def total(batch: Any) -> Any:
+            return batch * v.numpy().sum()
+
+        for concurrent in (False, True):
+            found = coordinator.evaluate(total, data, [metrics.Sum()], concurrent=concurrent, timeout=60)
+            assert found == {"sum": 6 * 4134.0}

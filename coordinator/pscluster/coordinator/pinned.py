@@ -19,7 +19,7 @@ from pscluster.core.errors import PsClusterError, UnknownVariableError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import Handle
 from pscluster.ps.optimizers import Optimizer
-from pscluster.ps.variables import SlotVariable, Variable
+from pscluster.ps.variables import JoinedVariable, SlotVariable, Variable
 from pscluster.ps.wire import PINNED
 from pscluster.v1 import ps_pb2
 
@@ -59,6 +59,9 @@ class Pins:
             self._variables.add(variable)
             self._optimizers.add(optimizer)
             return kind, json.dumps([self._prefix + variable, optimizer, slot])
+        if isinstance(handle, JoinedVariable):
+            self._variables.update(handle.member_names)
+            return kind, handle.key_with(self._prefix)
         if isinstance(handle, Variable):
             self._variables.add(key)
             return kind, self._prefix + key

@@ -12,7 +12,7 @@ from pscluster.core.handles import Handle
 from pscluster.ps.client import PsClient
 from pscluster.ps.metrics import Metric
 from pscluster.ps.optimizers import Optimizer
-from pscluster.ps.variables import SlotVariable, Variable
+from pscluster.ps.variables import JoinedVariable, SlotVariable, Variable
 
 
 def handle_of(kind: str, key: str, client: Callable[[], PsClient], resolve: Callable[[str, str], Any]) -> Handle | None:
@@ -30,6 +30,8 @@ def handle_of(kind: str, key: str, client: Callable[[], PsClient], resolve: Call
     """
     if kind == Variable.handle_kind:
         return Variable.of(client().describe_variable(key), client())
+    if kind == JoinedVariable.handle_kind:
+        return JoinedVariable.of_key(key, lambda name: resolve(Variable.handle_kind, name))
     if kind == Optimizer.handle_kind:
         return Optimizer.of(client().describe_optimizer(key), client())
     if kind == SlotVariable.handle_kind:

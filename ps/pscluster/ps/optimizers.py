@@ -25,7 +25,7 @@ from pscluster.ps.schedules import LearningRateSchedule
 from pscluster.ps.schedules import from_spec as schedule_from_spec
 from pscluster.ps.shard import AVERAGE
 from pscluster.ps.store import OWN_RULE
-from pscluster.ps.variables import Array, IndexedSlices, SlotVariable, Variable
+from pscluster.ps.variables import Array, IndexedSlices, JoinedVariable, SlotVariable, Variable
 from pscluster.v1 import ps_pb2
 
 Gradient = npt.ArrayLike | IndexedSlices | None
@@ -244,6 +244,8 @@ class Optimizer(Handle):
         """A slot that is kept beside a variable, such as "m" of Adam, to be read like a variable."""
         if not isinstance(variable, Variable) or isinstance(variable, SlotVariable):
             raise TypeError(f"slots are kept beside variables, not beside a {type(variable).__name__}")
+        if isinstance(variable, JoinedVariable):
+            raise TypeError(f"slots are kept beside each of {variable.member_names}: ask for one of these")
         if not name or not isinstance(name, str):
             raise MisuseError(f"a slot's name is a string such as 'm', not {name!r}")
         return SlotVariable.beside(variable, self._spec.id, self.name, name)
@@ -312,9 +314,9 @@ class Optimizer(Handle):
                 continue
             if variable.client is not self._client:
                 raise MisuseError(f"variable {variable.name!r} is of another strategy than optimizer {self.name!r}")
-            if variable.name in seen:
-                raise MisuseError(f"variable {variable.name!r} is given twice: add its gradients first")
-            seen.add(variable.name)
+            if twice := seen.intersection(variable.member_names):
+                raise MisuseError(f"variable {min(twice)!r} is given twice: add its gradients first")
+            seen.update(variable.member_names)
             pairs.append((gradient, variable))
         return pairs
 

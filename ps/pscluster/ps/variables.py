@@ -7,12 +7,13 @@ is retried. What is wrong with a call (shape, dtype, ids) is said here, before a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import math
 from collections import deque
-from collections.abc import ItemsView, Iterator, KeysView, Sequence, Set, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, Set, ValuesView
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar, cast
 
@@ -21,11 +22,11 @@ import numpy.typing as npt
 
 from pscluster.core.context import current_function
 from pscluster.core.dtypes import as_array, converted, dtype_named
-from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
 from pscluster.core.frames import view
 from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
 from pscluster.core.handles import Handle
-from pscluster.core.values import map_structure
+from pscluster.core.values import describe, map_structure
 from pscluster.ps.arithmetic import Arithmetic
 from pscluster.ps.client import PsClient, ReadPart, UpdatePart
 from pscluster.ps.creating import Partitioner, VariableRequest, current_creator
@@ -210,6 +211,11 @@ class Variable(Arithmetic, Handle):
     def number(self) -> int:
         """Under which the servers know it."""
         return self._id
+
+    @property
+    def member_names(self) -> list[str]:
+        """Those of the variables that the servers have for it: its own, where it is one."""
+        return [self.name]
 
     @property
     def num_shards(self) -> int:
@@ -637,10 +643,124 @@ class Variable(Arithmetic, Handle):
 
 
 class ShardedVariable(Variable):
-    """A variable that is cut into several shards. `Variable(...)` makes one where the partitioner says so."""
+    """A variable that is cut into several shards. `Variable(...)` makes one where the partitioner says so.
+
+    `ShardedVariable([a, b])` takes variables that there are for the shards of one, one behind the other along axis 0.
+    They stay what they are: their values are those of its rows, in checkpoints each stands for itself, and an optimizer
+    keeps its slots beside each of them.
+
+    Args:
+        variables: of one type, and of one shape but for the first axis.
+        name: for people; it need not be unique.
+
+    Raises:
+        TypeError: no list, an empty one, or something in it is no variable.
+        ValueError: they differ in type or in the shape behind axis 0, or one is a scalar, cut, or given twice.
+        MisuseError: they are of several strategies.
+    """
+
+    def __new__(cls, variables: Sequence[Variable], name: str = "ShardedVariable") -> JoinedVariable:
+        """The variables, joined."""
+        return JoinedVariable.of_members(variables, name)
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self.variables)
+
+
+class JoinedVariable(ShardedVariable):
+    """Several variables in the place of the shards of one. Of its updates each counts those that concern it."""
+
+    handle_kind = "joined"
+    _members: tuple[Variable, ...]
+
+    @staticmethod
+    def of_members(variables: Sequence[Variable], name: str) -> JoinedVariable:
+        """See `ShardedVariable`."""
+        members = _checked_members(variables)
+        first = members[0]
+        stops = tuple(itertools.accumulate(member.shape[0] for member in members))
+        handle: JoinedVariable = object.__new__(JoinedVariable)
+        handle.name, handle.dtype, handle._client, handle._slot = str(name), first.dtype, first._client, None
+        handle.shape = (stops[-1], *first.shape[1:])
+        handle.trainable = all(member.trainable for member in members)
+        handle.partition = Partition(handle.shape, (stops, *((length,) for length in first.shape[1:])))
+        handle.owners = tuple(member.owners[0] for member in members)
+        handle._id, handle._members = 0, members  # the servers know the members only
+        return handle
+
+    @staticmethod
+    def of_key(key: str, variable: Callable[[str], Variable]) -> JoinedVariable:
+        """The handle of this key. ProtocolError if it is none; `variable` is called for each member, by name."""
+        with contextlib.suppress(ValueError, RecursionError, TypeError):
+            match json.loads(key):
+                case [str() as name, list(names)] if all(isinstance(each, str) for each in names):
+                    return JoinedVariable.of_members([variable(each) for each in names], name)
+        raise ProtocolError(f"{key[:80]!r} names no variables to be joined")
+
+    @property
+    def handle_key(self) -> str:
+        """Its name, and its members' names."""
+        return self.key_with("")
+
+    def key_with(self, prefix: str) -> str:
+        """The key of one like it, of variables whose names have this before them."""
+        return json.dumps([self.name, [prefix + name for name in self.member_names]])
+
+    @property
+    def member_names(self) -> list[str]:
+        """Those of the variables that it is made of."""
+        return [member.name for member in self._members]
+
+    @property
+    def variables(self) -> list[Variable]:  # type: ignore[override]  # TensorFlow's too are those that were given
+        """The variables that it is made of."""
+        return VariableList(self._members)
+
+    def __iter__(self) -> Iterator[Variable]:  # type: ignore[override]  # as above
+        return iter(self._members)
+
+    def _read_item(self, shard: int, rows: ps_pb2.Rows = _ALL) -> ps_pb2.ReadItem:
+        return self._members[shard]._read_item(0, rows)
+
+    def _item(
+        self, kind: ps_pb2.UpdateKind, shard: int, nth: int, optimizer: int, rows: ps_pb2.Rows, size: int
+    ) -> ps_pb2.UpdateItem:
+        del nth
+        member = self._members[shard]
+        return member._item(kind, 0, member._next_update(), optimizer, rows, size)
+
+    def _next_update(self) -> int:
+        return 0  # see `_item`
+
+
+def _checked_members(variables: object) -> tuple[Variable, ...]:
+    if not isinstance(variables, Sequence) or isinstance(variables, str | bytes) or not variables:
+        raise TypeError(
+            f"a ShardedVariable is made of a list of variables, not of {variables!r:.80}: give Variable a partitioner "
+            "to have one that is cut"
+        )
+    for number, each in enumerate(variables):
+        if isinstance(each, Shard):
+            raise ValueError(f"variables[{number}] is {each.name!r}, a shard of a variable: give whole variables")
+        if not isinstance(each, Variable) or isinstance(each, SlotVariable):
+            raise TypeError(f"variables[{number}] is {describe(each)}, and no variable: make one with Variable(...)")
+        if each.num_shards > 1 or isinstance(each, JoinedVariable):
+            raise ValueError(f"variables[{number}], {each.name!r}, is cut itself: give variables that are whole")
+        if not each.shape:
+            raise ValueError(f"variables[{number}], {each.name!r}, is a scalar: it has no axis to join it along")
+    first, names = variables[0], [each.name for each in variables]
+    for number, each in enumerate(variables):
+        if each.dtype != first.dtype:
+            raise ValueError(f"variables[{number}] is {each.dtype.name}, and the first one {first.dtype.name}")
+        if each.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"variables[{number}] has shape {each.shape}, and the first one {first.shape}: they may differ in the "
+                "first axis only"
+            )
+        if each.name in names[:number]:
+            raise ValueError(f"variables[{number}], {each.name!r}, is given twice")
+    _one_client(variables)
+    return tuple(variables)
 
 
 class SlotVariable(Variable):
