@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -529,6 +529,42 @@ class Dies(callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if (self.training.epoch, batch) == self.at:
             raise RuntimeError("power failure")
+
+
+class DiesWhenAllIsVisited(callbacks.Callback):
+    """With a checkpoint of the moment when all steps of the first epoch have ended, and one of them was told of."""
+
+    def __init__(self, strategy: ParameterServerStrategy, data: DistributedDataset, directory: Path) -> None:
+        self.strategy, self.data, self.directory = strategy, data, str(directory)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        until(lambda: self.data.epoch >= 1, "all of the first epoch was visited")
+        self.training.keep()
+        with CheckpointManager(self.directory, strategy=self.strategy) as manager:
+            manager.save().result()
+        raise RuntimeError("power failure")
+
+
+@pytest.mark.parametrize(("steps_per_epoch", "steps", "position"), [(None, 6, (2, 0)), (2, 4, (1, 2))])
+def test_an_epoch_that_was_visited_and_not_told_of(
+    cluster: LocalCluster, tmp_path: Path, steps_per_epoch: int | None, steps: int, position: tuple[int, int]
+) -> None:
+    """It is not visited again, however the data is cut then."""
+    with ParameterServerStrategy(cluster) as strategy:
+        model, coordinator = Counter(strategy), ClusterCoordinator(strategy)
+        data = coordinator.distribute_dataset(np.arange(4)).batch(2)
+        arguments: dict[str, Any] = {"epochs": 2, "steps_per_execution": 1, "verbose": 0}
+        dies = DiesWhenAllIsVisited(strategy, data, tmp_path)
+        with pytest.raises(RuntimeError, match="power failure"):
+            coordinator.fit(model.step(), data, steps_per_epoch=steps_per_epoch, callbacks=[dies], **arguments)
+    with ParameterServerStrategy(cluster, resume=False) as strategy:
+        model, coordinator = Counter(strategy), ClusterCoordinator(strategy)
+        data = coordinator.distribute_dataset(np.arange(4)).batch(1)
+        backup = callbacks.BackupAndRestore(str(tmp_path))
+        history = coordinator.fit(model.step(), data, steps_per_epoch=steps_per_epoch, callbacks=[backup], **arguments)
+        assert history.epoch == [0, 1]
+        assert (data.epoch, data.visited) == position
+        assert model.value == steps
 
 
 @pytest.mark.parametrize(("save_freq", "every"), [("epoch", None), (3, None), ("epoch", 1e-6)])

@@ -208,6 +208,27 @@ def test_it_begins_in_the_middle() -> None:
     assert plan.stop_of(2, 2, 3) == 27, "what was left of the data before is cut as large"
 
 
+def test_it_goes_on_cut_otherwise() -> None:
+    """What was visited is done, told of or not: of an epoch that is over nothing is left, of a part the rest."""
+    before = Plan("data", elements=10, places=3, kept=30, per_epoch=20)  # two epochs of the data, from its second on
+    before.begin((1, 0), 0)
+    kept = before.to_json()
+    for now, done in (((3, 0), 0), ((3, 6), 3), ((4, 0), 15), ((5, 0), 30)):
+        plan = Plan("data", elements=15, places=2, kept=30, per_epoch=30)
+        plan.begin_otherwise(kept, 1, now, whole=True)
+        assert plan.done(*now) - 30 == done
+        assert plan.stop_of(1, *now) == (now[1] if done == 30 else now[1] + 2)
+    in_steps = Plan("data", elements=10, places=3, kept=30, per_epoch=4)
+    in_steps.begin((1, 0), 0)
+    for now, done in (((1, 12), 0), ((1, 15), 1), ((1, 24), 4), ((1, 30), 4)):
+        plan = Plan("data", elements=15, places=2, kept=30, per_epoch=4)
+        plan.begin_otherwise(in_steps.to_json(), 1, now, whole=False)
+        assert plan.done(*now) - 4 == done
+    plan = Plan("data", elements=15, places=2, kept=30, per_epoch=15)
+    plan.begin_otherwise(in_steps.to_json(), 1, (1, 12), whole=True)
+    assert plan.done(1, 12) - 15 == 6, "epochs end with those of the data from now on, this one too"
+
+
 @pytest.mark.parametrize("change", [{"name": "other"}, {"elements": 5}, {"places": 3}, {"kept": 8}, {"per_epoch": 3}])
 def test_other_pieces(change: dict[str, Any]) -> None:
     """They are told from these."""

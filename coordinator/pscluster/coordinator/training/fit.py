@@ -159,9 +159,13 @@ class _Distributed:
             )
         else:
             self._data.save_position()  # what is cut from now on was not handed out in other pieces
-            visited = -(-self._data.visited // self._plan.places)
-            origin = self._data.epoch, 0 if self._with_data else visited
-            self._plan.begin(origin, state.epoch * self.per_epoch + (0 if self._with_data else state.steps))
+            now = self._data.epoch, self._data.visited
+            if state.plan is not None and state.plan["name"] == self._data.name:
+                self._plan.begin_otherwise(state.plan, state.epoch, now, self._with_data)
+            else:
+                visited = -(-now[1] // self._plan.places)
+                origin = now[0], 0 if self._with_data else visited
+                self._plan.begin(origin, state.epoch * self.per_epoch + (0 if self._with_data else state.steps))
         state.plan = self._plan.to_json()
 
     def begin_epoch(self) -> int:

@@ -114,6 +114,28 @@ class Plan:
         """The first element of this epoch of the data, as one of the training."""
         return (epoch - self.origin[0]) * self.elements - self.origin[1] + self.index
 
+    def begin_otherwise(self, found: dict[str, Any], epoch: int, now: tuple[int, int], whole: bool) -> None:
+        """Go on with a training that has cut the same data into other elements.
+
+        What was visited counts, also where it was not told of: an epoch of which everything was is over.
+
+        Args:
+            found: what was kept of that training's plan.
+            epoch: of the training, which was not dealt with.
+            now: the data's epoch, and how many places of it were visited.
+            whole: epochs end with those of the data; else after so many elements, wherever the data is then.
+        """
+        before = Plan(**{key: found[key] for key in ("name", "elements", "places", "kept", "per_epoch")})
+        before.load(found)
+        if not whole:
+            done = before.done(*now) - epoch * before.per_epoch
+            visited = math.ceil(now[1] / self.places)
+            self.begin((now[0], visited), epoch * self.per_epoch + min(max(0, done), self.per_epoch))
+            return
+        first, rest = divmod(epoch * before.per_epoch - before._first_of(0), before.elements)
+        # Of data that epochs did not end with, what follows begins with the next epoch of the data.
+        self.begin((now[0] if rest else min(first, now[0]), 0), epoch * self.per_epoch)
+
     def to_json(self) -> dict[str, Any]:
         """What has to be the same when the training goes on."""
         return {
