@@ -23,9 +23,11 @@ from pscluster.coordinator import (
     IndexedSlices,
     ParameterServerStrategy,
     Variable,
+    metrics,
     optimizers,
 )
 from pscluster.core import errors
+from pscluster.core.values import decode, encode
 from pscluster.ps import rules, schedules
 from pscluster.ps.creating import creating_with
 
@@ -758,3 +760,94 @@ class TestOwnRules:
         """Refused here."""
         with pytest.raises(TypeError, match="an Optimizer needs an UpdateRule"):
             optimizers.Optimizer(rule)
+
+
+# Other frameworks' tensors
+
+
+class Tensor:
+    """Speaks as torch's do: NumPy takes it only once it is detached, in memory, dense and of a type that it knows."""
+
+    def __init__(self, array: Array, *, hindrances: Sequence[str] = (), dtype: str = "torch.float32") -> None:
+        self._array, self._hindrances, self.dtype = array, tuple(hindrances), dtype
+        self.layout = "torch.sparse_coo" if "sparse" in hindrances else "torch.strided"
+        self.is_sparse = "sparse" in hindrances
+        self.shape = array.shape
+
+    def _without(self, hindrance: str, dtype: str = "") -> Tensor:
+        left = [each for each in self._hindrances if each != hindrance]
+        return Tensor(self._array, hindrances=left, dtype=dtype or self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        if self._hindrances:
+            raise TypeError(f"can't convert to numpy: {self._hindrances}")
+        return self._array if dtype is None else self._array.astype(dtype)
+
+    def detach(self) -> Tensor:
+        """Without its graph."""
+        return self._without("graph")
+
+    def cpu(self) -> Tensor:
+        """From its device."""
+        return self._without("device")
+
+    def float(self) -> Tensor:
+        """Of 32 bits."""
+        return self._without("bfloat16", "torch.float32")
+
+    def to_dense(self) -> Tensor:
+        """All of it."""
+        return self._without("sparse")
+
+    # Of a sparse one, as of an embedding: two of its rows, the last one twice.
+
+    def coalesce(self) -> Tensor:
+        """Each row once."""
+        return self
+
+    def sparse_dim(self) -> int:
+        """Axes that are indexed."""
+        return 1
+
+    def indices(self) -> Tensor:
+        """Of shape (1, rows)."""
+        return Tensor(np.flatnonzero(self._array.any(1))[None])
+
+    def values(self) -> Tensor:
+        """The rows."""
+        return Tensor(self._array[self._array.any(1)], hindrances=["device"])
+
+
+EVERYTHING = ["graph", "device", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "hindrances", [["graph"], ["device"], EVERYTHING, ["sparse"], [*EVERYTHING[:2], "sparse"]], ids=str
+)
+def test_tensors_of_other_frameworks(strategy: ParameterServerStrategy, hindrances: list[str]) -> None:
+    """As gradients, values, initial values, metrics and results: with a graph, on a device, sparse or of bfloat16."""
+    rows = np.zeros(SHAPE, np.float32)
+    rows[[1, 4]] = [[1, 2, 3], [4, 5, 6]]
+    kind = "torch.bfloat16" if "bfloat16" in hindrances else "torch.float32"
+    tensor: Any = Tensor(rows, hindrances=hindrances, dtype=kind)
+    made = Variable(tensor)
+    np.testing.assert_array_equal(made.numpy(), rows)
+    w = make(np.ones(SHAPE, np.float32))
+    for sgd in (optimizers.SGD(1.0), optimizers.SGD(1.0, clipnorm=1e9)):
+        sgd.apply_gradients([(tensor, w)])
+    np.testing.assert_array_equal(w.numpy(), 1 - 2 * rows)
+    w.assign(tensor)
+    w.assign_add(tensor)
+    if "sparse" in hindrances:
+        w.scatter_sub(tensor)
+        w.assign_add(tensor)
+    np.testing.assert_array_equal(w.numpy(), 2 * rows)
+    mean = metrics.Sum()
+    assert mean.result(mean.update(mean.initial(), tensor)) == rows.sum()
+    np.testing.assert_array_equal(decode(encode(tensor)), rows)
+
+
+def test_tensors_that_give_no_array(strategy: ParameterServerStrategy) -> None:
+    """The variable is named, and why."""
+    with pytest.raises(errors.InvalidUpdateError, match="variable 'no array': the value is no array: can't convert"):
+        make(np.ones(SHAPE), name="no array").assign(Tensor(np.ones(SHAPE), hindrances=["quantized"]))

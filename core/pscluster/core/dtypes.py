@@ -41,13 +41,24 @@ def is_variable_dtype(dtype: np.dtype[Any]) -> bool:
     return dtype.name in _NUMERIC or dtype.name == "bfloat16"
 
 
+def array_of(value: Any) -> npt.NDArray[Any]:
+    """`np.asarray`, also of a torch tensor with a graph, on a device, sparse, or of bfloat16, which becomes float32."""
+    if type(value) is not np.ndarray and callable(getattr(value, "detach", None)) and hasattr(value, "layout"):
+        value = value.detach().cpu()
+        if "strided" not in str(value.layout):
+            value = value.to_dense()
+        if "bfloat16" in str(value.dtype):
+            value = value.float()
+    return np.asarray(value)
+
+
 def as_array(value: npt.ArrayLike, variable: str, what: str) -> npt.NDArray[Any]:
     """What a user gave for a variable, as an array. InvalidUpdateError, naming the variable, if it is none."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise InvalidUpdateError(f"variable {variable!r}: the {what} has masked elements: fill them with .filled(...)")
     try:
-        return np.asarray(value)
-    except ValueError as error:  # a ragged list
+        return array_of(value)
+    except (ValueError, TypeError) as error:  # a ragged list, for one
         raise InvalidUpdateError(f"variable {variable!r}: the {what} is no array: {error}") from None
 
 

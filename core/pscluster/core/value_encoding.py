@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pscluster.core.dtypes import array_of
 from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.value_arrays import (
     UnsendableArrayError,
@@ -373,7 +374,7 @@ def _put_array_like(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: 
     if isinstance(obj, np.ma.MaskedArray):
         raise UnsendableError("is a masked array, which can't be sent: pass its data and its mask")
     try:
-        array = np.asarray(obj)
+        array = array_of(obj)
     except Exception as error:
         raise UnsendableError(f"is {describe(obj)}, which gives no array: {error}") from None
     _put_array(encoder, array, value, depth)

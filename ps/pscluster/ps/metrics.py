@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, UnknownVariableError
 from pscluster.core.handles import Handle
 from pscluster.ps.client import UpdatePart
@@ -165,7 +166,7 @@ class Metric(Handle):
 def _numbers(values: npt.ArrayLike, metric: str, what: str) -> npt.NDArray[np.float64]:
     """As float64. MisuseError if they are no real numbers: one NaN would spoil the metric until its reset."""
     try:
-        array = np.asarray(values)
+        array = array_of(values)
     except ValueError as error:  # a ragged list
         raise MisuseError(f"metric {metric!r}: the {what} are no array: {error}") from None
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
@@ -263,7 +264,7 @@ class Accuracy(_MeanOfPairs):
     """How often predictions equal labels."""
 
     def _of_pairs(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike) -> Floats:
-        true, predicted = np.asarray(y_true), np.asarray(y_pred)
+        true, predicted = array_of(y_true), array_of(y_pred)
         if true.shape != predicted.shape:
             raise MisuseError(
                 f"metric {self.name!r}: y_true has shape {true.shape}, y_pred {predicted.shape}: "
@@ -276,7 +277,7 @@ class SparseCategoricalAccuracy(_MeanOfPairs):
     """How often the largest of a row of scores is at the label: labels of shape (...,), scores (..., classes)."""
 
     def _of_pairs(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike) -> Floats:
-        true, predicted = np.asarray(y_true), _numbers(y_pred, self.name, "predictions")
+        true, predicted = array_of(y_true), _numbers(y_pred, self.name, "predictions")
         if predicted.ndim and true.shape == (*predicted.shape[:-1], 1):
             true = true[..., 0]
         if true.shape != predicted.shape[:-1] or not predicted.ndim:

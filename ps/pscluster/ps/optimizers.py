@@ -25,7 +25,7 @@ from pscluster.ps.schedules import LearningRateSchedule
 from pscluster.ps.schedules import from_spec as schedule_from_spec
 from pscluster.ps.shard import AVERAGE
 from pscluster.ps.store import OWN_RULE
-from pscluster.ps.variables import Array, IndexedSlices, JoinedVariable, SlotVariable, Variable
+from pscluster.ps.variables import Array, IndexedSlices, JoinedVariable, SlotVariable, Variable, gradient_of
 from pscluster.v1 import ps_pb2
 
 Gradient = npt.ArrayLike | IndexedSlices | None
@@ -317,7 +317,7 @@ class Optimizer(Handle):
             if twice := seen.intersection(variable.member_names):
                 raise MisuseError(f"variable {min(twice)!r} is given twice: add its gradients first")
             seen.update(variable.member_names)
-            pairs.append((gradient, variable))
+            pairs.append((gradient_of(gradient), variable))
         return pairs
 
     def _treated(

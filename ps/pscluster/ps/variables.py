@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.context import current_function
-from pscluster.core.dtypes import as_array, converted, dtype_named
+from pscluster.core.dtypes import array_of, as_array, converted, dtype_named
 from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
 from pscluster.core.frames import view
 from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
@@ -77,6 +77,16 @@ class VariableList(list[_V]):
     def remove(self, wanted: object, /) -> None:
         """Take it out of the list. ValueError if it is not among them."""
         del self[self.index(wanted)]
+
+
+def gradient_of(gradient: Any) -> Any:
+    """What a framework gives as a gradient; rows of a sparse one, as torch has of embeddings, as `IndexedSlices`."""
+    if type(gradient) is np.ndarray or not getattr(gradient, "is_sparse", False):
+        return gradient
+    found = gradient.detach().coalesce()
+    if found.sparse_dim() != 1:
+        return found.to_dense()
+    return IndexedSlices(array_of(found.values()), array_of(found.indices())[0], tuple(found.shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -477,7 +487,7 @@ class Variable(Arithmetic, Handle):
     def _scatter(self, kind: ps_pb2.UpdateKind, slices: IndexedSlices, *_peers: object) -> Self:
         """`_peers` are the arguments that the peer's methods have besides: nothing depends on them here."""
         self._check_writable()
-        self._client.update(self._sparse_parts(kind, slices, optimizer=0))
+        self._client.update(self._sparse_parts(kind, gradient_of(slices), optimizer=0))
         return self
 
     def _dense_parts(self, kind: ps_pb2.UpdateKind, array: Array, optimizer: int) -> list[UpdatePart]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.trust import trust
 from pscluster.core.value_arrays import check_plain
@@ -294,7 +295,7 @@ def take(block: Any, places: Any) -> Any:
     """The examples at these places of a block, as a block of their own."""
     if isinstance(block, list):
         return [block[place] for place in places]
-    return map_leaves(lambda leaf: np.asarray(leaf)[places], block)
+    return map_leaves(lambda leaf: array_of(leaf)[places], block)
 
 
 def joined(blocks: Sequence[Any]) -> Any:
@@ -329,7 +330,7 @@ def _together(how: Callable[[Any], Any], parts: Sequence[Any]) -> Any:
             raise ValueError(f"examples that are no tuples of {len(first)}, as the first one is")
         columns = [_together(how, column) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
-    arrays = [np.asarray(part) for part in parts]
+    arrays = [array_of(part) for part in parts]
     if how is np.stack and len({array.shape for array in arrays}) > 1:
         other = next(place for place, array in enumerate(arrays) if array.shape != arrays[0].shape)
         raise ValueError(
