@@ -387,6 +387,47 @@ def test_a_step_that_does_not_read_its_part(coordinator: ClusterCoordinator) -> 
         coordinator.schedule(too_much, args=(next(iter(data)),)).fetch(PATIENCE)
 
 
+class Column:
+    """A column of a frame, or a tensor: no array of NumPy's, but what NumPy can take."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+        self.shape = values.shape
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._values[number]
+
+
+class Loader:
+    """Goes through a dataset in batches."""
+
+    dataset = range(3)
+    batch_size = 2
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2]])
+
+
+def test_columns_of_others(coordinator: ClusterCoordinator) -> None:
+    """Tensors and columns of frames are examples by their rows, as arrays are: not one example each."""
+    x, y = np.arange(4.0), np.arange(4) % 2
+    for source in ((Column(x), Column(y)), {"x": Column(x), "y": y}):
+        data = coordinator.distribute_dataset(source).batch(2)
+        assert data.examples == 4
+        (first, _) = data.local()
+        for found, expected in zip(first.values() if isinstance(first, dict) else first, (x, y), strict=True):
+            np.testing.assert_array_equal(found, expected[:2])
+
+
 def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
     """With the value, the limit and the mend, before anything has changed."""
     distribute = coordinator.distribute_dataset
@@ -409,7 +450,16 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
     with pytest.raises(errors.MisuseError, match="these are batches of 64 already"):
         data.batch(2)
     with pytest.raises(ValueError, match="seed is -1"):
-        data.shuffle(-1)
+        data.shuffle(seed=-1)
+    with pytest.raises(TypeError, match=r"shuffle\(1000\): there is no buffer, all of the dataset is shuffled; write"):
+        data.shuffle(1000)
+    for source, said in [
+        ({"a": np.arange(3), "b": [1, 2, 3]}, "a dict whose 'b' is a list is no source of examples: give arrays"),
+        ({}, "a dict without anything in it is no source"),
+        (Loader(), r"Loader is no source, as .*: pass loader.dataset, .* \.shuffle\(seed=\.\.\.\)\.batch\(n\)"),
+    ]:
+        with pytest.raises(TypeError, match=said):
+            distribute(source)
     with pytest.raises(TypeError, match="map takes a function"):
         data.map(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="epochs is 0"):

@@ -661,6 +661,23 @@ def test_what_stays_in_the_script(
     assert coordinator.done()
 
 
+def test_what_is_made_in_the_script_alone(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:
+    """In a function it is an error that says so, and what to do, however one tries."""
+    tries: list[tuple[Callable[[], Any], str]] = [
+        (lambda: Variable(1.0), "a Variable was made in a step function, .* in the script, inside .* or pass it"),
+        (lambda: optimizers.SGD(0.1), "optimizer SGD was made in a step function, .* in the script, inside"),
+        (lambda: strategy.scope(), "a strategy has no 'scope', only .*: variables, .* are made in the script"),
+        (lambda: strategy.variables, "a strategy has no 'variables', only read"),
+        (lambda: ClusterCoordinator(strategy), "in a step function: schedule what is to run in the script"),
+    ]
+    for step, said in tries:
+        with pytest.raises((errors.MisuseError, AttributeError), match=said):
+            coordinator.schedule(step).fetch(PATIENCE)
+        with pytest.raises(errors.FunctionError):
+            coordinator.join(PATIENCE)
+    assert coordinator.schedule(lambda: hasattr(strategy, "scope")).fetch(PATIENCE) is False
+
+
 def test_results_that_cannot_be_sent(coordinator: ClusterCoordinator) -> None:
     """They fail the function with a TypeError that has their path in the structure."""
     for make, message in [

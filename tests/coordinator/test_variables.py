@@ -27,6 +27,7 @@ from pscluster.coordinator import (
     Variable,
     embedding_lookup,
     errors,
+    optimizers,
 )
 
 Array = npt.NDArray[Any]
@@ -549,6 +550,11 @@ def test_names(strategy: ParameterServerStrategy) -> None:
         made_up = [Variable(0).name for _ in range(3)]
         with pytest.raises(errors.MisuseError, match="there is a variable 'w' already: names are unique in a strategy"):
             Variable(1, name="w")
+        with pytest.raises(errors.MisuseError, match=r"a variable 'w' already: .*; give another one, or none, or use"):
+            optimizers.SGD(0.1, name="w")
+        optimizers.SGD(0.1, name="taken")
+        with pytest.raises(errors.MisuseError, match=r"there is an optimizer 'taken' already: .* variables and optim"):
+            Variable(1, name="taken")
         for wrong in ("", 5, "x" * 1001):
             with pytest.raises(errors.MisuseError, match="name must be a string of 1 to 1000 characters"):
                 Variable(1, name=wrong)  # type: ignore[arg-type]

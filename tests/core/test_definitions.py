@@ -36,6 +36,7 @@ from pscluster.core.definitions import (
 )
 from pscluster.core.errors import ProtocolError, UnknownVariableError
 from pscluster.core.handles import Handle
+from pscluster.core.trust import trust_of
 from pscluster.core.values import decode, encode
 from pscluster.v1 import definition_pb2, value_pb2
 
@@ -694,6 +695,42 @@ def test_what_cannot_be_pickled_is_named(where: str, module: Any) -> None:
     message = str(caught.value)
     assert message.startswith(f"{name} can't be sent to the workers: its variable {label!r} is a _thread.lock")
     assert message.endswith("Make it inside the function, or pass plain data, arrays or handles")
+
+
+class Holder:
+    """Has arrays inside."""
+
+    def __init__(self, size: int) -> None:
+        self.tables = {"small": np.zeros(10, np.int8), "large": np.zeros(size, np.int8)}
+
+    def step(self) -> int:
+        """Uses none."""
+        return 1
+
+
+@pytest.mark.parametrize("pickles", [True, False])
+def test_what_is_very_large_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, module: Any, pickles: bool
+) -> None:
+    """With its size, where a function brings so much with it to every worker; a dataset is there for that."""
+    monkeypatch.setattr("pscluster.core.definitions.LARGE_BYTES", 1 << 20)
+    large, holder = np.zeros(3 << 20, np.int8), Holder(5 << 20)
+    few, many = [1, "x" * (4 << 20)], [np.zeros(1 << 18, np.int8) for _ in range(8)]
+    trusted = trust_of(pickles, "")
+    for function, said in [
+        (functools.partial(module.plain, large), "3 MiB ..., 3 of them its variable 'args[0]', a numpy"),
+        (functools.partial(module.plain, x=few), "4 MiB ..., 4 of them its variable \"keywords['x'][1]\", a str"),
+        (functools.partial(module.plain, many), "2 MiB ..., 2 of them its variable 'args[0]', a list"),
+        *([(holder.step, "5 MiB ..., 5 of them its variable \"self.tables['large']\", a numpy")] * pickles),
+    ]:
+        caplog.clear()
+        capture(function, trusted=trusted)
+        assert said.replace("...", "with it to every worker") in caplog.text
+        assert caplog.text.rstrip().endswith("make that a Variable or a dataset, or load it in the function")
+        caplog.clear()
+        capture(function, trusted=trusted, holds_data=True)
+        capture(functools.partial(module.plain, 1), trusted=trusted)
+        assert caplog.text == ""
 
 
 def test_only_what_can_be_called_is_captured() -> None:

@@ -28,6 +28,7 @@ from pscluster.coordinator.remote_value import RemoteValue
 from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
+from pscluster.core.context import current_function
 from pscluster.core.definitions import (
     CapturedFunction,
     capture,
@@ -108,6 +109,8 @@ class ClusterCoordinator(StaysHere):
         worker_lease: float | None = None,
     ) -> ClusterCoordinator:
         """The coordinator of this strategy."""
+        if current_function() is not None:
+            raise MisuseError(f"no ClusterCoordinator can be made in a step function: {cls.instead}")
         if not isinstance(strategy, ParameterServerStrategy):
             raise ValueError(f"a ClusterCoordinator needs a ParameterServerStrategy, not a {type(strategy).__name__}")
         asked = {"max_queued": max_queued, "max_attempts": max_attempts, "worker_lease": worker_lease}
@@ -404,7 +407,7 @@ class ClusterCoordinator(StaysHere):
             elements = dataset_fn
             if isinstance(elements, Iterator):
                 raise ValueError("an iterator can be gone through once only: give a list, or a function that makes one")
-            function = self._captured_anew(partial_of("elements", given, elements))
+            function = self._captured_anew(partial_of("elements", given, elements), holds_data=True)
         else:
             function = self._capture(dataset_fn)
         return PerWorkerDataset(function, self._make_iterator, self._build_dataset)
@@ -672,7 +675,7 @@ class ClusterCoordinator(StaysHere):
         value = next(self._resources)
         sent = dataclasses.replace(pipeline, _orders=[])  # they are made anew
         # By its number it is no other one's.
-        function = self._captured_anew(partial_of(f"dataset {pipeline.name!r}", numbered, sent, value))
+        function = self._captured_anew(partial_of(f"dataset {pipeline.name!r}", numbered, sent, value), holds_data=True)
         number = Number(value, function.handles)
         message = worker_pb2.Resource(id=number.value, definition=function.digest, distributed=True)
         self._add_resource(message, function, number)
@@ -726,8 +729,8 @@ class ClusterCoordinator(StaysHere):
                 MANY_MADE,
             )
 
-    def _captured_anew(self, fn: Callable[..., Any]) -> CapturedFunction:
-        return capture(fn, trusted=self.strategy.trusted)
+    def _captured_anew(self, fn: Callable[..., Any], *, holds_data: bool = False) -> CapturedFunction:
+        return capture(fn, trusted=self.strategy.trusted, holds_data=holds_data)
 
 
 def _where_made(fn: Callable[..., Any]) -> str:

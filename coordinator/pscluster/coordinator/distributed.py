@@ -168,14 +168,20 @@ class DistributedDataset(StaysHere):
             self._positions, pipeline, self._named, on_error=self.on_error, retries=self.retries, **options
         )
 
-    def shuffle(self, seed: int = 0, *, split: int | None = None) -> DistributedDataset:
+    def shuffle(self, *buffer_size: object, seed: int = 0, split: int | None = None) -> DistributedDataset:
         """In another order every epoch, the same for the same seed.
 
         Args:
+            buffer_size: none can be given, as there is no buffer: all of the dataset is shuffled.
             seed: 0 or more.
             split: examples that lie together in the source and are shuffled among each other, after which the splits
                 are shuffled; default 1,024. The whole length shuffles everything, at 8 bytes an example on each worker.
         """
+        if buffer_size:
+            raise TypeError(
+                f"shuffle({', '.join(map(repr, buffer_size))}): there is no buffer, all of the dataset is shuffled; "
+                "write shuffle(), or shuffle(seed=...)"
+            )
         if _whole("seed", seed) < 0:
             raise ValueError(f"seed is {seed}; it must be 0 or more")
         return self._with(seed=seed, split=self._pipeline.split if split is None else _positive("split", split))

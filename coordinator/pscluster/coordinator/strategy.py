@@ -87,6 +87,12 @@ PS_TIMEOUT = 600.0
 HOPELESS = 10.0
 """The same, of a job that is asked to end."""
 
+_TAKEN = {
+    "variable": "names are unique in a strategy, those of variables and optimizers together; give another one, or "
+    "none, or use what there is (strategy.variables)",
+    "metric": "names are unique in a strategy; give another one, or none",
+}
+
 # Held here until they are closed: a strategy that nobody refers to any more has a job all the same.
 _open: set[ParameterServerStrategy] = set()
 
@@ -661,9 +667,13 @@ class ParameterServerStrategy(Strategy):
                     f"a {kind} can't be named {name!r}: names that begin with {OURS!r} are pscluster's own"
                 )
             elif (what, name) in self._reserved:
-                raise MisuseError(f"there is a {kind} {name!r} already: names are unique in a strategy")
+                raise MisuseError(f"there is {self._taken_by(what, name)} {name!r} already: {_TAKEN[what]}")
             self._reserved.add((what, name))
         return name
+
+    def _taken_by(self, what: str, name: str) -> str:
+        """Variables and optimizers share their names."""
+        return f"a {what}" if what != "variable" or name in self._variables else "an optimizer"
 
     def lost_updates(self) -> dict[str, int]:
         """Updates that were acknowledged and lost when parameter servers died, by variable; {} if none is known of.

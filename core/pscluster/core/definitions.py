@@ -22,6 +22,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import logging
 import os
 import sys
 import threading
@@ -36,7 +37,7 @@ from pscluster.core.assembly import assemble, found_in
 from pscluster.core.errors import ProtocolError, PsClusterError
 from pscluster.core.handles import Handle
 from pscluster.core.own_modules import import_checked
-from pscluster.core.pickles import Rename, dump, load, module_name_of
+from pscluster.core.pickles import Rename, dump, largest_captured, load, module_name_of
 from pscluster.core.scripts import MAIN, UnresolvedReference, load_script, loaded_scripts, script_file
 from pscluster.core.source_files import codes_in
 from pscluster.core.sources import digest_of, import_folders, is_library, reaches_handle, source_of
@@ -58,6 +59,11 @@ __all__ = [
     "split_off_bulk",
 ]
 
+logger = logging.getLogger(__name__)
+
+LARGE_BYTES = 64 << 20
+"""A function that brings more with it is warned of, with what of it is large."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CapturedFunction:
@@ -76,6 +82,11 @@ class CapturedFunction:
     handles: tuple[Handle, ...] = ()  # what it captured stays in use for as long as it may be sent
     _only: definition_pb2.Definition | None = None  # without pickles: the one form that there is
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what was captured with it, about; of one by reference none."""
+        return len(self._pickles[0]) if self._pickles else len(self._origin.arrays)
 
     def by_value(self) -> bytes:
         """The pickle. Of a function by reference it is made now, with all that it uses of its own module.
@@ -117,21 +128,36 @@ class CapturedFunction:
         return f"<CapturedFunction {self.name} {way}, {self.digest[:12]}>"
 
 
-def capture(function: Any, rename: Rename | None = None, *, trusted: Trust | None = None) -> CapturedFunction:
+def capture(
+    function: Any, rename: Rename | None = None, *, trusted: Trust | None = None, holds_data: bool = False
+) -> CapturedFunction:
     """Capture a function, or whatever else can be called, with what it refers to.
 
     Args:
         function: to be captured.
         rename: called with each handle that it reaches, for kind and key of what it is to have instead.
         trusted: whether it may be pickled; default: as in this process.
+        holds_data: it is there for the data that it brings with it; else a warning names what is very large.
 
     Raises:
         TypeError: it can't be called, or something it captured can't be sent. The message names the variable.
     """
     if not callable(function):
         raise TypeError(f"{describe(function)} can't be scheduled: pass a function")
-    name = name_of(function)
-    trusted = trusted or trust()
+    captured = _captured(function, name_of(function), rename, trusted or trust())
+    if captured.nbytes > LARGE_BYTES and not holds_data:
+        label, part, size = largest_captured(function)
+        most = f", {size >> 20:,} of them its variable {label!r}, {describe(part)}" if label else ""
+        logger.warning(
+            "%s takes %s MiB with it to every worker%s: make that a Variable or a dataset, or load it in the function",
+            captured.name,
+            f"{captured.nbytes >> 20:,}",
+            most,
+        )
+    return captured
+
+
+def _captured(function: Any, name: str, rename: Rename | None, trusted: Trust) -> CapturedFunction:
     if not trusted.pickles:
         return _without_pickle(function, name, rename, trusted)
     reference = _reference_to(function)

@@ -11,9 +11,11 @@ reducers, which are its own business and have changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import io
+import itertools
 import pickle  # of functions: docs/security.md says from whom  # nosec B403
 import sys
 import threading
@@ -33,6 +35,8 @@ from pscluster.core.values import HandleResolver, describe
 _HANDLE = "pscluster"
 _PYTHON = f"{sys.implementation.cache_tag}\n".encode()
 _registry = threading.RLock()
+
+_LOOK_AT = 1000  # parts of a container: there are few large ones, or very many small ones
 
 
 Rename = Callable[[Handle], tuple[str, str]]
@@ -203,6 +207,35 @@ class _Unpickler(pickle.Unpickler):
             case (str(tag), str(kind), str(key)) if tag == _HANDLE:
                 return self._resolve_handle(kind, key)
         raise pickle.UnpicklingError(f"there are no objects {pid!r} here")
+
+
+def largest_captured(function: Any) -> tuple[str, Any, int]:
+    """What takes most of what a function brings with it: its name as the user would write it, itself, and its bytes."""
+    label, found, size, obj = "", None, 0, function
+    for _ in range(6):
+        sizes = [(_size_of(part), step, part) for step, part in _parts(obj)]
+        largest = max(sizes, key=lambda each: each[0], default=(0, "", None))
+        if largest[0] == 0 or 2 * largest[0] < size:  # what is in it is many small things
+            break
+        size, step, obj = largest
+        label, found = (step if step[0] not in ".[" else label + step), obj
+        if _own_size(obj):
+            break
+    return label.lstrip("."), found, size
+
+
+def _own_size(obj: Any) -> int:
+    size: Any = 0
+    with contextlib.suppress(Exception):  # a property of the user's
+        size = len(obj) if isinstance(obj, str | bytes | bytearray) else getattr(obj, "nbytes", 0)
+    return size if isinstance(size, int) and not isinstance(obj, Handle) else 0
+
+
+def _size_of(obj: Any, depth: int = 4) -> int:
+    """Bytes of the arrays and texts in something, about: of the first of many."""
+    if (own := _own_size(obj)) or not depth or isinstance(obj, types.ModuleType | Handle):
+        return own
+    return sum(_size_of(part, depth - 1) for _, part in itertools.islice(_parts(obj), _LOOK_AT))
 
 
 def _blame(obj: Any, error: Exception, label: str = "", depth: int = 6) -> tuple[str, Any, Exception]:

@@ -107,6 +107,10 @@ def current_creator(what: str) -> Creator:
     """The creator here. MisuseError, naming what was to be made, outside of any scope."""
     creator = _creator.get()
     if creator is None:
-        where = "a step function, where none can be made" if current_function() else "no strategy's scope"
-        raise MisuseError(f"{what} was made in {where}: make it inside `with strategy.scope():`")
+        if current_function() is not None:
+            raise MisuseError(
+                f"{what} was made in a step function, where none can be made: make it in the script, inside `with "
+                "strategy.scope():`, and use it here by its name, or pass it as an argument"
+            )
+        raise MisuseError(f"{what} was made in no strategy's scope: make it inside `with strategy.scope():`")
     return creator

@@ -34,7 +34,7 @@ from pscluster.worker.counts import WorkerCounts
 from pscluster.worker.datasets import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed
 from pscluster.worker.parts import Part, Reader
 from pscluster.worker.pipelines import Pipeline
-from pscluster.worker.strategy import Strategy
+from pscluster.worker.strategy import StepStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Job:
         self._connected = False
         self._connecting = threading.Lock()
         self._lock = threading.Lock()
-        self._handles: dict[tuple[str, str], Handle] = {("strategy", ""): Strategy(client)}
+        self._handles: dict[tuple[str, str], Handle] = {("strategy", ""): StepStrategy(client)}
         # Of copies that are there for one evaluation: for as long as its function is.
         self._passing: weakref.WeakValueDictionary[tuple[str, str], Handle] = weakref.WeakValueDictionary()
         self._definitions: dict[str, Callable[..., Any]] = {}

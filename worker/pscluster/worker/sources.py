@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.handles import Handle
 from pscluster.core.trust import trust
 from pscluster.core.value_arrays import check_plain
 from pscluster.core.values import describe
@@ -229,11 +230,21 @@ def source_of(data: Any) -> Source:
         ValueError: its arrays are of several lengths.
     """
     columns = list(leaves(data)) if isinstance(data, tuple | dict | np.ndarray) else []
-    if columns and all(isinstance(column, np.ndarray) and column.ndim for column in columns):
-        return Arrays(data)
+    if columns and all(map(_is_column, columns)):
+        return Arrays(map_leaves(lambda leaf: leaf if isinstance(leaf, np.ndarray) else array_of(leaf), data))
+    if isinstance(data, dict):
+        odd = [f"{name!r} is {describe(column)}" for name, column in data.items() if not _is_column(column)]
+        found = f"a dict whose {odd[0]}" if odd else "a dict without anything in it"
+        raise TypeError(f"{found} is no source of examples: give arrays with one example a row, by name")
     if hasattr(data, "iloc"):
+        mend = "its columns, {name: frame[name].to_numpy() for name in frame}"
+        if getattr(data, "ndim", 2) == 1:
+            mend = "its values, series.to_numpy()"
+        raise TypeError(f"{describe(data)} is no source: give {mend}")
+    if hasattr(data, "dataset") and hasattr(data, "batch_size"):
         raise TypeError(
-            f"{describe(data)} is no source: give its columns, {{name: frame[name].to_numpy() for name in frame}}"
+            f"{describe(data)} is no source, as it goes through one in an order of its own: pass loader.dataset, and "
+            "cut and shuffle it here, .shuffle(seed=...).batch(n)"
         )
     if isinstance(data, Sized) and callable(getattr(data, "read", None)):
         return Ranges(data)
@@ -247,6 +258,13 @@ def source_of(data: Any) -> Source:
         "files with reader=, or a function that returns one of these. What has no length goes to "
         "create_per_worker_dataset"
     )
+
+
+def _is_column(leaf: Any) -> bool:
+    """Is it an array of examples, NumPy's or, as a torch tensor or a pandas Series, one that it can take?"""
+    if isinstance(leaf, np.ndarray):
+        return leaf.ndim > 0
+    return not isinstance(leaf, Handle) and hasattr(leaf, "__array__") and len(getattr(leaf, "shape", ())) > 0
 
 
 # Blocks and batches

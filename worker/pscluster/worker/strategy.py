@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -67,3 +67,16 @@ class Strategy(Handle):
     def read(self, structure: Any) -> Any:
         """The values of any nesting of variables, in the same nesting: one request a server, all at once."""
         return read_structure(structure)
+
+
+class StepStrategy(Strategy):
+    """What a step function gets for the strategy that it has captured."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what there is. AttributeError always."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"in a step function a strategy has no {name!r}, only read(), run(), reduce() and the like: variables, "
+            "optimizers and checkpoints are made in the script, and what is made there is used here by its name"
+        )
