@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -229,10 +229,10 @@ class Context:
 class Stream:
     """An attachment that a thread reads, as grpc's would."""
 
-    def __init__(self, service: NodeService, job: int, version: str = VERSION) -> None:
+    def __init__(self, service: NodeService, job: int, version: str = VERSION, workers: Sequence[int] = ()) -> None:
         self.context = Context()
         identity = node_pb2.Identity(version=version, role="chief", name=f"chief of {job}")
-        request = node_pb2.AttachRequest(coordinator=identity, job=job)
+        request = node_pb2.AttachRequest(coordinator=identity, job=job, workers=workers, take_over=bool(workers))
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         events = service.attach(request, cast("grpc.ServicerContext", self.context))
 
@@ -262,9 +262,9 @@ class Stream:
 
 
 @contextmanager
-def opened(service: NodeService, job: int) -> Iterator[Stream]:
-    """A stream whose first event has come."""
-    stream = Stream(service, job)
+def opened(service: NodeService, job: int, workers: Sequence[int] = ()) -> Iterator[Stream]:
+    """A stream whose first event has come. With workers, the coordinator lists these, and takes the role over."""
+    stream = Stream(service, job, workers=workers)
     event = stream.next()
     assert event is not None
     assert event.kind == node_pb2.AttachEvent.ATTACHED
@@ -382,6 +382,30 @@ class TestNodeService:
             event = stream.next()
             assert event is not None
             assert event.kind == node_pb2.AttachEvent.LEAVING
+
+    def hello_of(self, role: str, index: int) -> list[int]:
+        """What somebody is told of the workers that the coordinator lists."""
+        theirs = node_pb2.Identity(version=VERSION, role=role, index=index, name=f"{role} {index} (there)")
+        return list(self.service.hello(node_pb2.HelloRequest(identity=theirs), NO_CONTEXT).workers)
+
+    def test_worker_that_is_not_listed(self) -> None:
+        """It is told who is listed, and the coordinator is told of it, once; nobody else is told anything."""
+        assert self.hello_of("worker", 7) == [], "there is no coordinator"
+        with opened(self.service, A, workers=(1, 0)) as stream:
+            assert [self.hello_of("worker", 1), self.hello_of("chief", 7)] == [[], []]
+            assert [self.hello_of("worker", index) for index in (7, 7, 8)] == [[0, 1]] * 3
+            told = [stream.next(), stream.next()]
+            assert [(each.kind, each.identity.name) for each in told if each is not None] == [
+                (node_pb2.AttachEvent.UNLISTED, "worker 7 (there)"),
+                (node_pb2.AttachEvent.UNLISTED, "worker 8 (there)"),
+            ]
+            with opened(self.service, B, workers=(7,)) as other:
+                assert stream.next() is None, "another coordinator took the role over"
+                assert [self.hello_of("worker", 7), self.hello_of("worker", 0)] == [[], [7]]
+                event = other.next()
+                assert event is not None
+                assert event.identity.index == 0
+        assert self.hello_of("worker", 0) == [], "it is gone"
 
     def test_stream_that_ended_before_it_began(self) -> None:
         """A client that was gone before the service looked does not hold the role."""

@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import grpc_server
 from tests.roles.processes import (
     DONE,
+    HELD,
     IDLE,
     JOB,
     PATIENCE,
@@ -184,17 +185,59 @@ def test_contradictory(what: str, tmp_path: Path) -> None:
 
 
 def test_worker_without_its_servers() -> None:
-    """A worker needs every server, so a cluster without, or with a gap, is refused."""
-    without = {job: tasks for job, tasks in CLUSTER.items() if job != "ps"}
-    clusters: list[object] = [without, {**CLUSTER, "ps": []}, {**CLUSTER, "ps": {"1": "127.0.0.1:3001"}}]
-    task = {"type": "worker", "index": 0}
-    found = ["has no tasks", "has no tasks", "has the indices [1]"]
-    results = run_all(
-        [(["worker"], {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}) for cluster in clusters]
-    )
-    for what, result in zip(found, results, strict=True):
-        line = one_line(result)
-        assert line.startswith(f"TF_CONFIG: cluster.ps {what}, but a worker needs every parameter server; write, for")
+    """A worker needs every server, so a list of them that has a gap is refused."""
+    config = with_task("worker", ps={"1": "127.0.0.1:3001"})
+    line = one_line(run_all([(["worker"], {"TF_CONFIG": config})])[0])
+    assert line.startswith("TF_CONFIG: cluster.ps has the indices [1], but a worker needs every parameter server, or ")
+
+
+def test_clusters_that_differ(tmp_path: Path) -> None:
+    """Another number of servers in a worker's TF_CONFIG is named by both sides, once; what nobody needs may differ."""
+    cluster = make_cluster(ps=2, workers=3)
+    spare = cluster["worker"].pop()
+    elsewhere = [address.replace("127.0.0.1", "localhost") for address in cluster["ps"]]
+    short = {"ps": cluster["ps"][:1], "worker": cluster["worker"][:1]}
+    gate = tmp_path / "gate"
+    said = "the coordinator has 2 parameter servers, and TF_CONFIG of worker 0 lists 1: give both the same cluster.ps"
+    with Roles(cluster, tmp_path) as roles:
+
+        def worker(index: int, cluster: dict[str, object]) -> Process:
+            config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+            roles.started.append(Process([*PSCLUSTER, "worker"], environ(config), tmp_path))
+            return roles.started[-1]
+
+        roles.ps(0)
+        roles.ps(1)
+        wrong = worker(0, dict(short))
+        alone = worker(1, {"worker": {"1": cluster["worker"][1]}})  # as TensorFlow's workers may
+        assert complaint(roles.coordinator(HELD, str(gate)), 2).startswith(said)
+        assert complaint(roles.coordinator(HELD, str(gate)), 2).startswith(said)
+        wrong.__exit__(None, None, None)
+        assert wrong.output.count(said) == 1
+
+        # In the middle of a job: it goes on without the one that has another list, and takes it when that is mended.
+        first = worker(0, {"ps": elsewhere, "worker": [cluster["worker"][0]]})
+        coordinator = roles.coordinator(HELD, str(gate))
+        first.wait_for("running on worker 0")
+        alone.wait_for("running on worker 1")
+        stranger = worker(2, {"ps": cluster["ps"], "worker": [*cluster["worker"], spare]})
+        told = r"worker 2 gets no functions: cluster.worker of {} has 2 tasks \(0 and 1\); add worker 2 there"
+        stranger.wait_for(told.format(r"chief 0 \(.*\)"))
+        coordinator.wait_for(r"worker 2 \(.*\) is up, but " + told.format("this coordinator"))
+        first.__exit__(None, None, None)
+        wrong = worker(0, dict(short))
+        coordinator.wait_for(f"worker 0 at {cluster['worker'][0]} refuses this coordinator until .*: {said}")
+        wrong.wait_for(said)
+        status = [*PSCLUSTER, "status"]
+        with Process(status, environ(tf_config(cluster, "chief"))) as process:  # some attempts later
+            process.wait()
+        wrong.__exit__(None, None, None)
+        worker(0, {"worker": {"0": cluster["worker"][0]}}).wait_for("running on worker 0")
+        gate.touch()
+        coordinator.wait_for(DONE)
+        assert coordinator.wait() == 0
+        assert [process.output.count(said) for process in (coordinator, wrong)] == [1, 1]
+        assert "Traceback" not in "".join(process.output for process in roles.started)
 
 
 def test_bad_bind() -> None:

@@ -36,23 +36,28 @@ from pscluster.core.channels import (
 )
 from pscluster.core.data_plane.client import DataPort
 from pscluster.core.errors import (
+    AuthenticationError,
     BusyError,
+    ConfigurationError,
+    NotPermittedError,
     PsClusterError,
     PSUnavailableError,
     StaleError,
     UnavailableError,
+    VersionMismatchError,
     from_rpc,
     is_retryable,
 )
 from pscluster.core.fault_points import reach
 from pscluster.core.frames import Assembler, Buffer, pack, pieces, unpack
-from pscluster.core.limits import MAX_COUNT
+from pscluster.core.limits import MAX_COUNT, one_line
 from pscluster.core.rpc import Stub
 from pscluster.core.security.aio_channel import AuthenticatedAioChannel
 from pscluster.core.streams import Stream
 from pscluster.ps.ledger import IntervalSet
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
+from pscluster.worker.servers import not_listed
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
 
 logger = logging.getLogger(__name__)
@@ -64,6 +69,7 @@ _LOOK_SECONDS = 5.0
 _WAIT = tenacity.wait_random_exponential(multiplier=0.05, max=0.25)
 _REDIAL_SECONDS = 0.05, 0.5  # at least, and at most
 _CHECK_SECONDS = 0.1
+_TO_BE_MENDED = ConfigurationError, VersionMismatchError, AuthenticationError, NotPermittedError
 _FEW = 3  # attempts of what nobody is to wait long for
 _STEPS = f"/{WORKER_SERVICE.full_name}/Steps"
 _UNLOADED_SECONDS = 600.0  # a definition or dataset may take long to load
@@ -85,15 +91,22 @@ def why_lost(error: BaseException, peer: str) -> PsClusterError:
 
 
 class Distrust:
-    """Why two sides whose connection was good once can't trust each other any more: a certificate has expired."""
+    """Why two sides whose connection was good once can't trust each other any more: a certificate has expired.
+
+    Or why a peer refuses for as long as nobody mends it: it lists other servers, or is of another version.
+    """
 
     def __init__(self, peer: PeerAddress) -> None:
         self._peer = peer
         self._next_look = 0.0
+        self._refusal = ""
         self.why = ""
 
     async def look(self, failure: PsClusterError) -> None:
         """Log what it is, once: it is waited for that somebody mends it. Not looked for at each attempt."""
+        if isinstance(failure, _TO_BE_MENDED) and str(failure) != self._refusal:
+            self._refusal = str(failure)
+            logger.error("%s refuses this coordinator until that is mended: %s", self._peer, failure)
         if self._peer.tls is None or not isinstance(failure, UnavailableError) or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_SECONDS
@@ -128,6 +141,7 @@ class PsLink:
         self.peer = peer
         self._request = attach
         self._declare_again = declare_again
+        self._unlisted: set[int] = set()  # workers that this has been said of
         self._closed: list[int] = []  # incarnations; what a server that comes back has to know before it serves
         self._finished = IntervalSet()
         self._generation = 0 if peer.tls is None else peer.tls.look_again()  # before the channel: that may be newer
@@ -214,8 +228,9 @@ class PsLink:
     async def _watch(self) -> PSUnavailableError:
         while True:
             with suppress(grpc.RpcError):
-                while await self._attached.read() is not grpc.aio.EOF:
-                    pass
+                while (event := await self._attached.read()) is not grpc.aio.EOF:
+                    if event.kind == node_pb2.AttachEvent.UNLISTED:
+                        self._tell_unlisted(event.identity)
             gone = self.gone_since = time.monotonic()
             if not self.over:
                 timeout = self._request.ps_timeout
@@ -269,6 +284,16 @@ class PsLink:
         return PSUnavailableError(
             f"{self.peer} is lost, and with it its shards of all variables: {self._distrust.why or why}"
         )
+
+    def _tell_unlisted(self, worker: node_pb2.Identity) -> None:
+        """Log it, once: a worker uses this server's cluster, and is not in this coordinator's."""
+        if worker.index in self._unlisted:
+            return
+        self._unlisted.add(worker.index)
+        name = one_line(worker.name) or f"worker {worker.index}"
+        text = not_listed(worker.index, "this coordinator", self._request.workers)
+        logger.warning("%s is up, but %s", name, text)
+        self._observed.tell(f"worker {worker.index}", "note", text)
 
     async def close_incarnation(self, incarnation: int) -> None:
         """Nothing of it is applied on this server afterwards. PSUnavailableError if the server is lost."""

@@ -216,6 +216,8 @@ class ParameterServerStrategy(Strategy):
             lineage=fresh_id(),
             epoch=1,
             take_over=take_over,
+            ps_addresses=[peer.address for peer in ps],
+            workers=[peer.index for peer in self._workers],
         )
         self.token = token
         self.tasks = [*ps, *self._workers]
@@ -226,7 +228,8 @@ class ParameterServerStrategy(Strategy):
                 self._show(options)
             self._metrics = serve_metrics(self.telemetry, options)
             self._server = self._serve(spec, options)
-            wait_for_peers([*ps, *self._workers], self.identity, timeout=timeout, purpose="coordinator")
+            tasks = [*ps, *self._workers]
+            wait_for_peers(tasks, self.identity, timeout=timeout, purpose="coordinator", num_ps=len(ps))
             self._client.connect(timeout)
             must_hold = [0] * len(ps)
             if resume:

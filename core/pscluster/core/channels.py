@@ -145,14 +145,18 @@ def say_hello(
     peer: PeerAddress,
     ours: node_pb2.Identity,
     timeout: float = HELLO_SECONDS,
+    num_ps: int = 0,
 ) -> node_pb2.HelloReply:
     """The handshake. Raises our error for whatever goes wrong.
 
     A server in the peer's place that has another role is refused too: two lines of TF_CONFIG were swapped.
+
+    Args:
+        num_ps: how many parameter servers this coordinator lists; 0: it does not say.
     """
     try:
         reply: node_pb2.HelloReply = Stub(channel, NODE_SERVICE).hello(
-            node_pb2.HelloRequest(identity=ours), timeout=timeout
+            node_pb2.HelloRequest(identity=ours, num_ps=num_ps), timeout=timeout
         )
     except grpc.RpcError as error:
         raise from_rpc(error, str(peer)) from None
@@ -195,13 +199,14 @@ def wait_for_peers(
     timeout: float,
     stop: threading.Event | None = None,
     purpose: str = "",
+    num_ps: int = 0,
 ) -> None:
     """Shake hands with all the peers, however late they start.
 
     Logs who is missing whenever that changes and, as a warning, what is seen of them once it has lasted, and when that
     changes. Raises UnavailableError,
     naming the missing and what was seen of each, when `timeout` seconds have passed or `stop` is set; a refusal
-    (token, certificate, version, another role) is raised at once: waiting does not mend it.
+    (token, certificate, version, another role, another number of servers) is raised at once: waiting does not mend it.
     """
     missing = {peer: open_peer_channel(peer) for peer in peers}
     total = len(missing)
@@ -215,7 +220,7 @@ def wait_for_peers(
     def greet(peer: PeerAddress) -> bool:
         left = began + timeout - time.monotonic()
         try:
-            say_hello(missing[peer], peer, ours, min(HELLO_SECONDS, max(left, 0.5)))
+            say_hello(missing[peer], peer, ours, min(HELLO_SECONDS, max(left, 0.5)), num_ps)
         except UnavailableError:
             if untrusted := why_untrusted(peer):
                 raise untrusted from None

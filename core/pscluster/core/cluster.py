@@ -53,8 +53,8 @@ def _quote(value: object) -> str:
     return text if len(text) <= _MAX_QUOTED else f"{text[: _MAX_QUOTED - 3]}..."
 
 
-def _count(indices: Sequence[int]) -> str:
-    """For example: 2 tasks (0 and 1)."""
+def tasks_in_words(indices: Sequence[int]) -> str:
+    """Describe a job's tasks by their indices, rising. For example: 2 tasks (0 and 1)."""
     if len(indices) < 2:
         return f"1 task ({indices[0]})" if indices else "no tasks"
     *first, last = map(str, indices)
@@ -175,7 +175,7 @@ class ClusterSpec:
         """The `host:port` of a task. Raises ConfigurationError if there is no such task."""
         tasks = self._job(job)
         if index not in tasks:
-            limit = f"cluster.{job} has {_count(list(tasks))}"
+            limit = f"cluster.{job} has {tasks_in_words(list(tasks))}"
             right = str(max(tasks)) if tasks else _CLUSTER
             raise _wrong(f"{self._source}: cluster.{job}[{_quote(index)}]", "is asked for", limit, right)
         return tasks[index]
@@ -252,7 +252,7 @@ def _check_task(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
     if indices and task_id is not None and task_id not in indices:
         key = f"{spec.source}: {'task.index' if named else 'task_id'}"
         right = f'{{"task": {{"type": "{task_type}", "index": {indices[-1]}}}}}'
-        limit = f"cluster.{task_type} has {_count(indices)}"
+        limit = f"cluster.{task_type} has {tasks_in_words(indices)}"
         raise _wrong(key, f"is {_quote(task_id)}", limit, right if named else f"task_id={indices[-1]}")
 
 
@@ -269,7 +269,7 @@ def validate_for_strategy(spec: ClusterSpec, task_type: str | None, task_id: int
         _check_task(spec, task_type, task_id)
     for job in JOBS:
         indices = spec.task_indices(job) if job in spec.jobs else []
-        key, found = f"{spec.source}: cluster.{job}", f"has {_count(indices)}"
+        key, found = f"{spec.source}: cluster.{job}", f"has {tasks_in_words(indices)}"
         if job in ("ps", "worker") and not indices:
             raise _wrong(key, found, f"a strategy needs one {job} at least", _CLUSTER)
         if job in ("chief", "evaluator") and len(indices) > 1:

@@ -34,6 +34,8 @@ from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
+_MAX_UNLISTED = 100  # so many workers that it does not list a coordinator is told of
+
 
 @dataclass(slots=True)
 class Attachment:
@@ -93,6 +95,9 @@ class Role:
 
     kept_job = 0
 
+    def greet(self, request: node_pb2.HelloRequest) -> None:
+        """Somebody says hello. Raises a refusal if the two can't work together. Not under the node's lock."""
+
     def admit(self, request: node_pb2.AttachRequest) -> None:
         """A coordinator wants the role. Raises a refusal if it can't have it, or asks for what makes no sense.
 
@@ -137,6 +142,25 @@ class _Streams:
     leaving: bool = False
     open: set[threading.Event] = field(default_factory=set)
 
+    def wake(self) -> None:
+        for each in self.open:
+            each.set()
+
+
+@dataclass
+class _Workers:
+    """Those that the coordinator lists which has the role, and who else has asked."""
+
+    listed: frozenset[int] = frozenset()  # none: it has not said
+    unlisted: dict[int, node_pb2.Identity] = field(default_factory=dict)
+
+    def is_new(self, asker: node_pb2.Identity) -> bool:
+        """Note one that is not listed. Is it the first time that it asks, and to be told of?"""
+        if asker.index in self.unlisted or len(self.unlisted) == _MAX_UNLISTED:
+            return False
+        self.unlisted[asker.index] = asker
+        return True
+
 
 class NodeService:
     """Servicer of pscluster.v1.Node."""
@@ -155,6 +179,7 @@ class NodeService:
         self._lock = threading.Lock()
         self._attachment = Attachment(identity.name, role.kept_job)
         self._streams = _Streams()
+        self._workers = _Workers()
         self._started = time.monotonic()
         self.metrics_address = ""
         self.data_port, self.address = 0, ""
@@ -164,11 +189,22 @@ class NodeService:
     def hello(self, request: node_pb2.HelloRequest, _context: grpc.ServicerContext) -> node_pb2.HelloReply:
         """The handshake."""
         check_version(request.identity, self.identity)
+        self._role.greet(request)
         reply = node_pb2.HelloReply(identity=self.identity, data_port=self.data_port, address=self.address)
         self._role.introduce(reply)
         with self._lock:
-            reply.holder = self._attachment.holder if self._attachment.held else ""
+            if self._attachment.held:
+                reply.holder = self._attachment.holder
+                self._tell_unlisted(request.identity, reply)
         return reply
+
+    def _tell_unlisted(self, asker: node_pb2.Identity, reply: node_pb2.HelloReply) -> None:
+        """Under the lock: tell a worker that the coordinator does not list it, and the coordinator of the worker."""
+        workers = self._workers
+        if asker.role == "worker" and workers.listed and asker.index not in workers.listed:
+            reply.workers.extend(sorted(workers.listed))
+            if workers.is_new(asker):
+                self._streams.wake()
 
     def not_ready(self) -> str:
         """Why it does nothing for a coordinator now, in words; "": it does."""
@@ -204,9 +240,10 @@ class NodeService:
             self._role.admit(request)
             if self._attachment.attach(request.job, request.coordinator.name, request.take_over):
                 self._role.job_began(request)
-                for others in self._streams.open:
-                    others.set()  # of a coordinator whose job is taken over
+                self._streams.wake()  # those of a coordinator whose job is taken over
             number = self._attachment.number
+            self._workers = _Workers(frozenset(request.workers))
+            told = 0  # of workers that the coordinator does not list
             event = node_pb2.AttachEvent(kind=node_pb2.AttachEvent.ATTACHED, identity=self.identity)
             event.data_port, event.address = self.data_port, self.address
             try:
@@ -226,14 +263,20 @@ class NodeService:
             self._role.keep()
             yield event
             reach("node.attach.after")
+            unlisted: list[node_pb2.Identity] = []
             while context.is_active():
                 if leaving:
                     yield node_pb2.AttachEvent(kind=node_pb2.AttachEvent.LEAVING)
+                for worker in unlisted:
+                    yield node_pb2.AttachEvent(kind=node_pb2.AttachEvent.UNLISTED, identity=worker)
                 over.wait()
                 with self._lock:
                     leaving = self._streams.leaving
+                    mine = self._attachment.job == request.job
+                    unlisted = list(self._workers.unlisted.values())[told:] if mine else []
+                    told += len(unlisted)
                     over.clear()
-                if not leaving:
+                if not leaving and not unlisted:
                     break
         finally:
             with self._lock:
@@ -276,13 +319,14 @@ class NodeService:
         """Tell the attached coordinator that this role is about to stop."""
         with self._lock:
             self._streams.leaving = True
-            for over in self._streams.open:
-                over.set()
+            self._streams.wake()
 
 
 def _check(request: node_pb2.AttachRequest) -> None:
     """ProtocolError if the numbers contradict each other, or are more than a job has."""
     check_name(request.job_name, "a job's name")
+    check_count(len(request.workers), MAX_COUNT, "workers")
+    check_count(len(request.ps_addresses), MAX_COUNT, "parameter servers")
     check_count(len(request.finished_starts), MAX_COUNT, "intervals of functions")
     if len(request.finished_starts) != len(request.finished_stops):
         raise ProtocolError("intervals of functions need as many stops as starts")

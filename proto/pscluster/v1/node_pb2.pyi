@@ -22,13 +22,15 @@ class Identity(_message.Message):
     def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("identity",)
+    __slots__ = ("identity", "num_ps")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_PS_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+    num_ps: int
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., num_ps: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("identity", "holding", "lineage", "epoch", "job_name", "holder", "data_port", "address")
+    __slots__ = ("identity", "holding", "lineage", "epoch", "job_name", "holder", "data_port", "address", "workers")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     HOLDING_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +39,7 @@ class HelloReply(_message.Message):
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     holding: int
     lineage: int
@@ -45,7 +48,8 @@ class HelloReply(_message.Message):
     holder: str
     data_port: int
     address: str
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., holding: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., holding: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("busiest", "recorded")
@@ -190,7 +194,7 @@ class StatusReply(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., functions_waiting: _Optional[int] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("coordinator", "job", "num_workers", "seed", "lineage", "epoch", "job_name", "take_over", "holding", "closed", "finished_starts", "finished_stops", "holdings", "ps_timeout", "term")
+    __slots__ = ("coordinator", "job", "num_workers", "seed", "lineage", "epoch", "job_name", "take_over", "holding", "closed", "finished_starts", "finished_stops", "holdings", "ps_timeout", "term", "ps_addresses", "workers")
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +210,8 @@ class AttachRequest(_message.Message):
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     PS_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    PS_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
     coordinator: Identity
     job: int
     num_workers: int
@@ -221,7 +227,9 @@ class AttachRequest(_message.Message):
     holdings: _containers.RepeatedScalarFieldContainer[int]
     ps_timeout: float
     term: int
-    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., holding: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., holdings: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ..., term: _Optional[int] = ...) -> None: ...
+    ps_addresses: _containers.RepeatedScalarFieldContainer[str]
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., holding: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., holdings: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ..., term: _Optional[int] = ..., ps_addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttachEvent(_message.Message):
     __slots__ = ("kind", "identity", "incarnation", "restored", "missing_rules", "data_port", "address", "term")
@@ -230,9 +238,11 @@ class AttachEvent(_message.Message):
         KIND_UNSPECIFIED: _ClassVar[AttachEvent.Kind]
         ATTACHED: _ClassVar[AttachEvent.Kind]
         LEAVING: _ClassVar[AttachEvent.Kind]
+        UNLISTED: _ClassVar[AttachEvent.Kind]
     KIND_UNSPECIFIED: AttachEvent.Kind
     ATTACHED: AttachEvent.Kind
     LEAVING: AttachEvent.Kind
+    UNLISTED: AttachEvent.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]

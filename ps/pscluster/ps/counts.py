@@ -89,12 +89,21 @@ class ClientCounts:
     """
 
     def __init__(self, num_servers: int) -> None:
-        self.pulls = [Histogram() for _ in range(num_servers)]
-        self.pushes = [Histogram() for _ in range(num_servers)]
-        self.pulled_bytes = [0] * num_servers
-        self.pushed_bytes = [0] * num_servers
-        self.reconnects = [0] * num_servers
+        self.pulls: list[Histogram] = []
+        self.pushes: list[Histogram] = []
+        self.pulled_bytes: list[int] = []
+        self.pushed_bytes: list[int] = []
+        self.reconnects: list[int] = []
         self.recording = Recording()
+        self.grow(num_servers)
+
+    def grow(self, num_servers: int) -> None:
+        """Have a place for each of so many servers, at least."""
+        for _ in range(len(self.pulls), num_servers):
+            self.pulls.append(Histogram())
+            self.pushes.append(Histogram())
+            for counts in (self.pulled_bytes, self.pushed_bytes, self.reconnects):
+                counts.append(0)
 
     def plain(self) -> dict[str, Value]:
         """For a snapshot; by the server's index."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 import click
@@ -30,6 +31,7 @@ from pscluster.core.tls import Tls
 from pscluster.ps.client import PsClient
 from pscluster.ps.counts import ClientCounts
 from pscluster.v1 import node_pb2
+from pscluster.worker.servers import ServerList, watch_listing
 from pscluster.worker.service import SERVICE, WorkerRole, WorkerService
 from pscluster.worker.telemetry import WorkerTelemetry
 
@@ -37,13 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 def ps_peers(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = None) -> list[PeerAddress]:
-    """The parameter servers of a cluster, in order. ConfigurationError if there is none, or a gap."""
+    """The parameter servers that a worker's cluster lists, in order. ConfigurationError if there is a gap."""
     indices = cluster.task_indices("ps") if "ps" in cluster.jobs else []
-    if not indices or indices != list(range(len(indices))):
-        found = f"has the indices {indices}" if indices else "has no tasks"
+    if indices != list(range(len(indices))):
         raise ConfigurationError(
-            f"TF_CONFIG: cluster.ps {found}, but a worker needs every parameter server; write, for example, "
-            '{"cluster": {"ps": ["ps0:2222", "ps1:2222"]}}'
+            f"TF_CONFIG: cluster.ps has the indices {indices}, but a worker needs every parameter server, or none, and "
+            'takes the coordinator\'s; write, for example, {"cluster": {"ps": ["ps0:2222", "ps1:2222"]}}'
         )
     return [PeerAddress("ps", index, cluster.task_address("ps", index), tls, token) for index in indices]
 
@@ -62,10 +63,12 @@ def serve_worker(
         settle_trust(address, mine, is_worker=True)
         identity = make_identity("worker", index)
         asked = ClientCounts(len(peers))
+        servers = ServerList(index, peers, mine)
 
         def make_client(request: node_pb2.AttachRequest, incarnation: int) -> PsClient:
+            asked.grow(len(request.holdings))
             client = PsClient(
-                peers,
+                servers.of(request),
                 identity,
                 job=request.job,
                 incarnation=incarnation,
@@ -81,7 +84,7 @@ def serve_worker(
             make_client,
             options.connect_timeout,
             asked.recording,
-            len(peers),
+            servers,
         )
         server = RoleServer(
             identity,
@@ -111,6 +114,9 @@ def serve_worker(
             server.ready()
             logger.info("worker %d serving on %s", index, address)
             tell_trust()
+            if peers:
+                watched = (peers[0], identity, server.node.not_ready, stop.event)
+                threading.Thread(target=watch_listing, args=watched, name="listing", daemon=True).start()
         return close
 
     return serve

@@ -11,7 +11,6 @@ import grpc
 
 from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.errors import (
-    ConfigurationError,
     MisuseError,
     ProtocolError,
     PsClusterError,
@@ -29,6 +28,7 @@ from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.counts import WorkerCounts
 from pscluster.worker.job import Job
 from pscluster.worker.runner import Runner
+from pscluster.worker.servers import ServerList
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +50,12 @@ class WorkerRole(Role):
         make_client: ClientFactory,
         connect_timeout: float,
         recording: Recording | None = None,
-        num_servers: int = 0,
+        servers: ServerList | None = None,
     ) -> None:
-        """`recording`: of what its clients ask of the servers; `num_servers`: as this worker's TF_CONFIG lists them."""
+        """`recording`: of what its clients ask of the servers; `servers`: those of this worker's TF_CONFIG."""
         self.counts = WorkerCounts(recording or Recording())
         self._index = index
-        self._num_servers = num_servers
+        self._servers = servers or ServerList(index)
         self._make_client = make_client
         self._connect_timeout = connect_timeout
         self._lock = threading.Lock()
@@ -65,22 +65,24 @@ class WorkerRole(Role):
         self._leaving = False
         self._lineage = self._epoch = 0
 
+    def greet(self, request: node_pb2.HelloRequest) -> None:
+        """Raise ConfigurationError to a coordinator that lists more or fewer parameter servers than this worker."""
+        if request.num_ps:
+            self._servers.check_count(request.num_ps)
+
     def admit(self, request: node_pb2.AttachRequest) -> None:
         """Refuse a coordinator.
 
         Raises:
             StaleError: another one has taken its job over.
             ConfigurationError: it knows more or fewer parameter servers than this worker.
+            ProtocolError: it does not say where they are, and this worker does not know.
         """
         if request.lineage and request.lineage == self._lineage and request.epoch < self._epoch:
             raise StaleError(
                 f"coordinator number {self._epoch} of this job has taken it over from number {request.epoch}"
             )
-        if len(request.holdings) != self._num_servers:
-            raise ConfigurationError(
-                f"the coordinator has {len(request.holdings)} parameter servers, and TF_CONFIG of worker {self._index} "
-                f"lists {self._num_servers}: give all tasks the same list"
-            )
+        self._servers.check(request)
 
     def attached(self, request: node_pb2.AttachRequest) -> int:
         """A fresh job under a fresh incarnation: what an earlier attachment left is dropped."""
