@@ -775,3 +775,24 @@ def test_run_in_a_terminal_gives_the_script_one_interrupt(house: House) -> None:
     finally:
         os.close(master)
         os.close(slave)
+
+
+def test_another_one_of_the_process(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """Who makes a cluster again, as a cell that is run again does, is told of the first one, and can stop it."""
+    before = LocalCluster.running()
+    clusters = []
+    for _ in range(2):
+        cluster = house.cluster(1, 1).start()
+        clusters.append(cluster)
+    pids = [f"{role} {index} (pid {pid})" for (role, index), pid in clusters[0].pids.items()]
+    told = [record.getMessage() for record in caplog.records if "another local cluster" in record.getMessage()]
+    assert f"{pids[0]}, {pids[1]}, started at {__file__}:" in told[-1]
+    assert len(told) == len(before) * 2 + 1
+    found = LocalCluster.running()
+    assert found == [*before, *clusters]
+    for each in found[len(before) :]:
+        each.stop()
+    assert LocalCluster.running() == before
+    caplog.clear()
+    with house.cluster():
+        assert len(caplog.records) == len(before)

@@ -278,6 +278,7 @@ class Dispatcher:
         self._wake_asked = False
         self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
+        self._no_workers: PsClusterError | None = None  # why none will come by itself
         self.term = attach.term
         """Under which functions update variables; it changes while none runs."""
         self._cancelled_by_error = 0
@@ -336,6 +337,8 @@ class Dispatcher:
                     self.check_no_error(call.function.name)
                 else:
                     self._raise_error(deadline, "schedule")
+                if self._no_workers is not None:
+                    raise self._no_workers.with_traceback(None)
                 if self._closed:
                     raise CancelledError("the strategy is closed: no function can be scheduled any more")
                 mine = self._alone in (None, threading.get_ident())
@@ -369,6 +372,15 @@ class Dispatcher:
             if free is not None and not self._hand_over(free):
                 self._ask_to_wake()
         return task
+
+    def workers_gone(self, error: PsClusterError | None) -> None:
+        """No worker is left, nor will one come by itself: what is scheduled fails with this. None: one comes."""
+        with self._lock:
+            self._no_workers = error
+            busy = not self._scheduler.idle
+        if error is not None and busy:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(functools.partial(self._abort, error, final=False))
 
     def check_no_error(self, name: str) -> None:
         """Under the lock; see `at_once`. What stands apart is cancelled by an error of others, which is theirs."""

@@ -276,14 +276,14 @@ class PsLink:
                     f"{self.peer} is lost: it was restarted without its variables, or works for another job"
                 )
             since = since or asked
-            if time.monotonic() - min(since, self.gone_since or since) >= self._request.ps_timeout:
+            waited = time.monotonic() - min(since, self.gone_since or since)
+            if waited >= self._request.ps_timeout or self.peer.why_gone():
                 return self._lost(failure)
             await asyncio.sleep(_CHECK_SECONDS)
 
     def _lost(self, why: object) -> PSUnavailableError:
-        return PSUnavailableError(
-            f"{self.peer} is lost, and with it its shards of all variables: {self._distrust.why or why}"
-        )
+        found = self.peer.why_gone() or self._distrust.why or why
+        return PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {found}")
 
     def _tell_unlisted(self, worker: node_pb2.Identity) -> None:
         """Log it, once: a worker uses this server's cluster, and is not in this coordinator's."""
@@ -342,17 +342,18 @@ class PsLink:
                     except grpc.RpcError as error:
                         raise from_rpc(error, str(self.peer)) from None
         except tenacity.RetryError as error:
-            raise PSUnavailableError(str(error.last_attempt.exception())) from None
+            raise PSUnavailableError(self.peer.why_gone() or str(error.last_attempt.exception())) from None
         except StaleError as error:  # it knows nothing of the job: it was restarted, and has lost what it held
             raise PSUnavailableError(f"{self.peer}: {error}") from None
 
     def _retrying(self, *also: type[PsClusterError]) -> tenacity.AsyncRetrying:
+        late = tenacity.stop_after_delay(self._request.ps_timeout)
         return tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(
                 lambda error: isinstance(error, (UnavailableError, *also)) and not isinstance(error, PSUnavailableError)
             ),
             wait=_WAIT,
-            stop=tenacity.stop_after_delay(self._request.ps_timeout),
+            stop=lambda state: late(state) or bool(self.peer.why_gone()),
         )
 
 

@@ -43,7 +43,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -121,10 +121,16 @@ class LocalClusterError(PsClusterError):
 
 
 class Job(Protocol):
-    """What works with a cluster from this process."""
+    """What works with a cluster from this process: a strategy."""
 
     def close(self, reason: str) -> None:
         """Tell the roles that it is over. Idempotent."""
+
+    def workers_gone(self, error: LocalClusterError | None) -> None:
+        """No worker is left, nor will one come by itself, for this reason. None: one comes, since that was asked for.
+
+        Called on the monitor's thread or that which calls `LocalCluster.serve`. May not wait.
+        """
 
 
 class LocalCluster(ClusterResolver, StaysHere):
@@ -262,11 +268,20 @@ class LocalCluster(ClusterResolver, StaysHere):
         self._spec: ClusterSpec | None = None
         self._monitor: threading.Thread | None = None
         self._owner = 0  # the process that started it
-        self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self._ended = threading.Event()
         self._crash: BaseException | None = None  # of the monitor: a bug here
+        self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+        self._workers_gone = ""  # why, as the jobs are told
+        self._telling = threading.Lock()
+        self._made_at = ""
 
     # --- life ---
+
+    @staticmethod
+    def running() -> list[LocalCluster]:
+        """Return those that this process has started and not stopped, the oldest first."""
+        with _running_lock:
+            return list(_running)
 
     def start(self) -> Self:
         """Reserve the ports and start the processes; returns when all are started, though not yet serving.
@@ -291,6 +306,7 @@ class LocalCluster(ClusterResolver, StaysHere):
             self._monitor = threading.Thread(target=self._run, name="local-cluster-monitor", daemon=True)
             self._monitor.start()
         atexit.register(self.stop)
+        self._tell_of_others()
         try:
             with self._changed:
                 self._changed.wait_for(self._all_started_once)
@@ -299,6 +315,22 @@ class LocalCluster(ClusterResolver, StaysHere):
             self.stop()
             raise
         return self
+
+    def _tell_of_others(self) -> None:
+        """Warn of those that this process runs already: a cell that is run again makes one more."""
+        self._made_at = _place_of_caller()
+        with _running_lock:
+            others = list(_running)
+            if not self._ended.is_set():  # by a monitor that failed
+                _running.append(self)
+        for other in others:
+            logger.warning(
+                "another local cluster of this process still runs, until its stop() or the end of this process: %s, "
+                "started at %s; a cell or line that is run again does not end the one that it made before: "
+                "LocalCluster.running()[0].stop() does, and `with LocalCluster(...)` at its end",
+                ", ".join(f"{task_name(task)} (pid {pid})" for task, pid in other.pids.items()) or "no process",
+                other._made_at,
+            )
 
     def _make_own_folder(self) -> None:
         state_dir = self._state_dir
@@ -319,7 +351,9 @@ class LocalCluster(ClusterResolver, StaysHere):
     def stop(self) -> None:
         """Stop the workers, then the parameter servers, and return when all are gone and the ports are free.
 
-        Strategies of this process that work with them are closed first: an end in order is no failure to them.
+        Strategies of this process that work with them are closed first: an end in order is no failure to them, and what
+        is asked of them afterwards is an error that says so.
+
         Stopping twice, from several threads, or without a start does nothing more. A KeyboardInterrupt during
         the wait means no more patience: what is left is killed.
         """
@@ -333,11 +367,12 @@ class LocalCluster(ClusterResolver, StaysHere):
             self._inbox.put(StopRequested())
             return  # from _on_failure: the monitor can't wait for itself
         try:
-            try:
-                for job in list(self._jobs):
-                    job.close("the local cluster is stopped")
-            finally:
-                self._inbox.put(StopRequested())
+            for job in list(self._jobs):
+                try:
+                    job.close("the local cluster was stopped")
+                except Exception:
+                    logger.exception("a job on the local cluster could not be ended in order")
+            self._inbox.put(StopRequested())
             self._ended.wait()
         except BaseException:
             self._inbox.put(StopRequested(at_once=True))
@@ -345,10 +380,6 @@ class LocalCluster(ClusterResolver, StaysHere):
             raise
         self._monitor.join()
         atexit.unregister(self.stop)
-
-    def close_first(self, job: Job) -> None:
-        """A strategy of this process works with the cluster: it is to be closed before the processes are stopped."""
-        self._jobs.add(job)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -380,6 +411,25 @@ class LocalCluster(ClusterResolver, StaysHere):
 
         with self._changed:
             return self._changed.wait_for(one_has_ended, timeout)
+
+    def serve(self, job: Job) -> None:
+        """A job runs on this cluster: it is told when no worker is left, and ended when the cluster is stopped."""
+        with self._changed:
+            self._jobs.add(job)
+        self._tell_of_workers([job])
+
+    def _tell_of_workers(self, jobs: Iterable[Job]) -> None:
+        """Tell jobs whether a worker is left, or comes. In turn, lest an earlier answer is given after a later one."""
+        with self._telling:
+            with self._changed:
+                why = self._workers_gone
+            for job in jobs:
+                job.workers_gone(LocalClusterError(f"no worker is left: {why}") if why else None)
+
+    def why_gone(self, role: str, index: int) -> str:
+        """Why a task gets no process unless somebody asks for one; empty: it has one, or will."""
+        with self._changed:
+            return self._supervisor.why_gone(self._task(role, index))
 
     # --- resolver ---
 
@@ -591,6 +641,11 @@ class LocalCluster(ClusterResolver, StaysHere):
             with self._changed:
                 actions = self._supervisor.handle(event, time.monotonic(), jitter)
                 self._changed.notify_all()
+                why = self._supervisor.why_none("worker")
+                jobs = [] if why == self._workers_gone else list(self._jobs)
+                self._workers_gone = why
+            if jobs:
+                self._tell_of_workers(jobs)
             for action in actions:
                 follow_up = self._act(action)
                 if follow_up is not None:
@@ -675,6 +730,8 @@ class LocalCluster(ClusterResolver, StaysHere):
         with self._changed:
             self._ended.set()
             self._changed.notify_all()
+        with _running_lock, contextlib.suppress(ValueError):
+            _running.remove(self)
 
     def _let_go(self) -> None:
         """Of the ports, and of what is on disk."""
@@ -683,6 +740,20 @@ class LocalCluster(ClusterResolver, StaysHere):
         own, self._own_folder = self._own_folder, None
         if own is not None:
             own.remove()
+
+
+# Of this process, not stopped; the oldest first.
+_running: list[LocalCluster] = []
+_running_lock = threading.Lock()
+os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
+
+
+def _place_of_caller() -> str:
+    """The file and line outside of this module that runs now."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def child_environ(env: Mapping[str, str], tf_config: str, token: str, tls_folder: str = "") -> dict[str, str]:

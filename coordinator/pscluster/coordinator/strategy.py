@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import inspect
 import itertools
 import json
@@ -30,7 +31,7 @@ from pscluster.coordinator.job_progress import NAME as PROGRESS
 from pscluster.coordinator.job_progress import TRAINING, JobProgress
 from pscluster.coordinator.links import PsLink, out_of_reach
 from pscluster.coordinator.live_job import LiveJob, continue_job, default_job_name
-from pscluster.coordinator.local_cluster import LocalCluster
+from pscluster.coordinator.local_cluster import LocalCluster, LocalClusterError
 from pscluster.coordinator.losses import Losses
 from pscluster.coordinator.observed import Observed
 from pscluster.coordinator.partitioners import partition_for
@@ -62,7 +63,7 @@ from pscluster.core.node import Role
 from pscluster.core.serving import RoleOptions, RoleServer, listen_address, serve_metrics, with_user_token
 from pscluster.core.shown import shown
 from pscluster.core.telemetry.exposition import MetricsServer
-from pscluster.core.tls import CERTIFICATE, KEY
+from pscluster.core.tls import CERTIFICATE, KEY, Tls
 from pscluster.core.trust import Trust, asked_for, trust_of
 from pscluster.ps.client import PsClient
 from pscluster.ps.creating import Partitioner, VariableRequest, colocated_with, colocation, creating_with
@@ -171,6 +172,7 @@ class ParameterServerStrategy(Strategy):
         self._last_id = 0
         self._closed = False
         self._dispatcher: Dispatcher | None = None
+        self._workers_gone: LocalClusterError | None = None
         self._coordinator: ClusterCoordinator | None = None
         self.positions: Positions | None = None
         """Of distributed datasets, once there is a ClusterCoordinator."""
@@ -195,10 +197,10 @@ class ParameterServerStrategy(Strategy):
         self._live = LiveJob()
         self._progress = JobProgress(self)
         self.identity = make_identity("chief", 0)
-        ps = [PeerAddress("ps", i, spec.task_address("ps", i), tls, token) for i in spec.task_indices("ps")]
-        self._workers = [
-            PeerAddress("worker", i, spec.task_address("worker", i), tls, token) for i in spec.task_indices("worker")
-        ]
+        ps, self._workers = (
+            [_peer(cluster_resolver, spec, job, index, tls, token) for index in spec.task_indices(job)]
+            for job in ("ps", "worker")
+        )
         for peer in (*ps, *self._workers):
             peer.check_plain(insecure=options.insecure)
         if [peer.index for peer in ps] != list(range(len(ps))):
@@ -247,7 +249,7 @@ class ParameterServerStrategy(Strategy):
             self._metrics.tell()
         _open.add(self)
         if isinstance(cluster_resolver, LocalCluster):
-            cluster_resolver.close_first(self)
+            cluster_resolver.serve(self)
         # What was registered last runs first: the job is ended before the LocalCluster, made before it, is stopped.
         atexit.unregister(close_all)
         atexit.register(close_all, "the coordinator's script has ended")
@@ -392,11 +394,20 @@ class ParameterServerStrategy(Strategy):
             observed=self.observed,
             partly_applied=self.partly_applied,
         )
-        self._dispatcher = dispatcher
+        with self._lock:
+            self._dispatcher = dispatcher
+            dispatcher.workers_gone(self._workers_gone)
         loop.run(dispatcher.start())
         if self._lost is not None:
             dispatcher.server_is_lost(self._lost)
         return dispatcher
+
+    def workers_gone(self, error: LocalClusterError | None) -> None:
+        """For the LocalCluster: no worker is left, nor will one come by itself; None: one comes."""
+        with self._lock:
+            self._workers_gone = error
+            if self._dispatcher is not None:
+                self._dispatcher.workers_gone(error)
 
     def close(self, reason: str = "its strategy was closed") -> None:
         """End the job: tell all roles, close all connections. Variables are gone then. Idempotent.
@@ -435,7 +446,7 @@ class ParameterServerStrategy(Strategy):
         finally:  # Ctrl-C included
             _open.discard(self)
             self._losses.close()
-            self._client.close()
+            self._client.close(reason)
             if self._server is not None:
                 self._server.stop(0)
             if self._metrics is not None:
@@ -789,6 +800,18 @@ def _initial(request: VariableRequest, name: str, trusted: Trust) -> _Initial:
     except ValueError:
         raise MisuseError(f"variable {name!r}: an initial value of shape {value.shape} for the shape {shape}") from None
     return _Initial(whole.shape, dtype, whole)
+
+
+def _peer(
+    resolver: ClusterResolver | LocalCluster,
+    spec: ClusterSpec,
+    job: str,
+    index: int,
+    tls: Tls | None,
+    token: str | None,
+) -> PeerAddress:
+    why_gone = functools.partial(resolver.why_gone, job, index) if isinstance(resolver, LocalCluster) else str
+    return PeerAddress(job, index, spec.task_address(job, index), tls, token, why_gone)
 
 
 def _trust_of(

@@ -298,6 +298,17 @@ class Supervisor:
         """Why tasks were given up, one sentence each."""
         return [task.failure for task in self._tasks.values() if task.phase is Phase.GIVEN_UP]
 
+    def why_gone(self, task: TaskKey) -> str:
+        """Why the task gets no process unless somebody asks for one: it was given up, or the cluster is stopped."""
+        return "the local cluster was stopped" if self._stopping else self._tasks[task].failure
+
+    def why_none(self, role: str) -> str:
+        """Why no task of the role has a process, or gets one by itself; empty unless some of them were given up."""
+        tasks = [task for task in self._tasks.values() if task.key[0] == role]
+        if self._stopping or not all(task.phase.is_final for task in tasks) or not any(task.failure for task in tasks):
+            return ""
+        return "; ".join(task.failure or f"{task_name(task.key)} is {task.phase.value}" for task in tasks)
+
     def state(self, task: TaskKey) -> TaskState:
         """A task as it stands. KeyError if there is none such."""
         found = self._tasks[task]

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -77,6 +77,8 @@ class PeerAddress:
     address: str
     tls: Tls | None = field(default=None, compare=False, repr=False)  # how it is dialled
     token: str | None = field(default=None, compare=False, repr=False)  # what both sides know
+    why_gone: Callable[[], str] = field(default=str, compare=False, repr=False)
+    """Why it makes no sense to wait for it: whoever runs it will not start it again. Empty: it may come."""
 
     @property
     def task(self) -> str:
@@ -206,7 +208,8 @@ def wait_for_peers(
     Logs who is missing whenever that changes and, as a warning, what is seen of them once it has lasted, and when that
     changes. Raises UnavailableError,
     naming the missing and what was seen of each, when `timeout` seconds have passed or `stop` is set; a refusal
-    (token, certificate, version, another role, another number of servers) is raised at once: waiting does not mend it.
+    (token, certificate, version, another role, another number of servers) is raised at once: waiting does not mend it;
+    nor does it where a peer will not be started again.
     """
     missing = {peer: open_peer_channel(peer) for peer in peers}
     total = len(missing)
@@ -224,6 +227,8 @@ def wait_for_peers(
         except UnavailableError:
             if untrusted := why_untrusted(peer):
                 raise untrusted from None
+            if why := peer.why_gone():
+                raise PsClusterError(f"{peer} is not waited for: {why}") from None
             return False
         return True
 

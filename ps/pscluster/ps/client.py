@@ -167,7 +167,7 @@ class PsClient:
         self._retry_seconds = retry_seconds
         self._timeout = request_timeout
         self._sequences = _Sequences()
-        self._closed = False
+        self._closed = ""  # why
         self.on_lost: Callable[[PSUnavailableError], None] | None = None
         """Is told of each error that says that a server is lost, before that is raised."""
         self._pulled = self._pushed = 0
@@ -207,16 +207,16 @@ class PsClient:
         for server, holding in zip(self._servers, holdings, strict=True):
             server.holding = holding
 
-    def close(self) -> None:
-        """Close all connections."""
-        self._closed = True
+    def close(self, why: str = "its strategy was closed") -> None:
+        """Close all connections. What is asked for afterwards is refused, and says why."""
+        self._closed = why
         for server in self._servers:
             server.close()
         self._bulk_threads.shutdown(wait=False)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StaleError("this job is over: its strategy was closed, and its variables are gone")
+            raise StaleError(f"this job is over: {self._closed}, and its variables are gone")
 
     def _begin(self) -> FunctionContext | None:
         """The function that runs here, if one does. Raises where nothing more is to be read or updated."""
@@ -257,6 +257,10 @@ class PsClient:
                 self._check_holding(server)  # a server that was restarted knows nothing of the job
             if not _may_pass(failure):
                 raise failure
+            if why := server.peer.why_gone():
+                lost = PSUnavailableError(f"{server.peer} is lost, and with it its shards of all variables: {why}")
+                self._tell_lost(lost)
+                raise lost
             function = current_function()
             if function is not None:
                 function.check()
