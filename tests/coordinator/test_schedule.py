@@ -251,6 +251,44 @@ def test_captured_at_the_first_schedule(coordinator: ClusterCoordinator) -> None
     assert [fetched(lambda x: step(x)), fetched(Scaler(3)), fetched(Scaler(3).method)] == [30, 30, 30]
 
 
+CELL = """
+rate, offset = 1.0, [0.0]
+def helper(x): return x * rate + offset[0]
+def loss(batch): return helper(float(batch.sum()))
+def scores(batch): return (loss(batch),)
+"""
+
+
+def test_one_rule_for_what_is_captured(coordinator: ClusterCoordinator, caplog: pytest.LogCaptureFixture) -> None:
+    """Scheduled, evaluated or trained with: a function has its first values, until its code, or a helper's, changes."""
+    names: dict[str, Any] = {"__name__": "a notebook"}
+    exec(CELL, names)
+    loss, scores = names["loss"], names["scores"]
+    data = coordinator.distribute_dataset(np.ones(4)).batch(2)
+
+    def found() -> set[float]:
+        training = coordinator.fit(loss, data, verbose=0).history["loss"]
+        sums = [
+            coordinator.evaluate(scores, data, {"sum": metrics.Sum()}, concurrent=concurrent)["sum"]
+            for concurrent in (False, True)
+        ]
+        (scheduled,) = coordinator.schedule(scores, args=(np.ones(2),)).fetch(PATIENCE)
+        return {*training, *(each / 2 for each in sums), scheduled}
+
+    assert found() == {2.0}
+    names["rate"], names["offset"][0] = 10.0, 5.0
+    assert found() == {2.0}
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.partition(" that it was")[0] for text in told] == [
+        "loss goes on with the rate",
+        "scores goes on with the rate",
+    ]
+    names["helper"].__code__ = (lambda x: -x).__code__
+    assert found() == {-2.0}
+    exec("def helper(x): return x * rate + offset[0]", names)
+    assert found() == {25.0}, "a new function has the values of now"
+
+
 class Alike(Scaler):
     """Callable, and equal to every other one."""
 

@@ -583,6 +583,21 @@ def test_captured_values_are_those_of_the_moment(module: Any) -> None:
     assert resolve(definition_pb2.Definition(), memoryview(inner.by_value()), things)(1) == 3
 
 
+def test_helpers_of_a_module_that_was_edited(module: Any) -> None:
+    """A worker that has imported a module keeps it: what is of another version of the file goes by value."""
+    names: dict[str, Any] = {"__name__": "a notebook", "plain": module.plain}
+    exec("def step(x): return plain(x)", names)
+    before = capture(names["step"])
+    first = called(before, 1)
+    path = Path(module.__file__)
+    path.write_text(path.read_text().replace("def plain(", "def plain(x): return 'edited'\ndef old(", 1))
+    names["plain"] = importlib.reload(module).plain
+    after = capture(names["step"])
+    module.plain = None  # on the worker there is the first version
+    assert after.digest != before.digest
+    assert called(after, 1) == "edited" != first
+
+
 def test_a_function_by_value_is_not_kept_alive() -> None:
     """What was captured is the pickle: a cache of captured functions, weak in the functions, forgets them."""
     kept = np.zeros(3)

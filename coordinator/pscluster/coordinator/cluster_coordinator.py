@@ -15,7 +15,7 @@ import types
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from pscluster.coordinator import timeline
 from pscluster.coordinator.checkpoints.manager import BARRIER_SECONDS
@@ -28,12 +28,13 @@ from pscluster.coordinator.remote_value import RemoteValue
 from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
+from pscluster.core.captures import Captures
 from pscluster.core.context import current_function
 from pscluster.core.definitions import (
     CapturedFunction,
+    FunctionHandle,
     capture,
     class_definition,
-    name_of,
     needs_definition,
     partial_of,
 )
@@ -63,6 +64,10 @@ MAX_ATTEMPTS = 3
 WORKER_LEASE = 30.0
 
 _making = threading.Lock()
+
+logger = logging.getLogger(__name__)
+
+_Known: TypeAlias = tuple[CapturedFunction, Captures]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +149,7 @@ class ClusterCoordinator(StaysHere):
 
     # By id of a function, or of an object and method of it, and gone when that is gone. Not by equality, which
     # may say anything of callable objects, and reads the values of variables.
-    _captured: dict[int, tuple[weakref.ref[Any], dict[Any, CapturedFunction]]]
+    _captured: dict[int, tuple[weakref.ref[Any], dict[Any, _Known]]]
     _classes: dict[type, CapturedFunction]
     _made: Counter[str]  # functions, by the place that makes them
     _resources: itertools.count[int]
@@ -180,11 +185,13 @@ class ClusterCoordinator(StaysHere):
     ) -> RemoteValue:
         """Queue a function for some worker, and return its result-to-be.
 
-        The function, with the values it captures, is taken as it is at its first `schedule`; what changes from call
-        to call is an argument. Make it once, before the loop: a new lambda or partial in each call costs some 0.3 ms,
-        ten times as much as the same function again, and 1 ms if it captures another value each time. Per-worker
-        iterators become the executing worker's own, RemoteValues their values once they are ready. If the worker dies
-        the function runs again elsewhere, its updates are applied once.
+        The function, with the values it captures, is taken as it is at its first `schedule`, `fit` or `evaluate`;
+        what changes from call to call is an argument. Where its code, or that of functions and classes of yours that it
+        reaches, is another one, it is a new function. A captured name that leads to another value keeps the first one,
+        and the log warns of it, once; what is changed in place is not seen. Make it once, before the loop: a new lambda
+        or partial in each call costs some 0.3 ms, ten times as much as the same function again, and 1 ms if it captures
+        another value each time. Per-worker iterators become the executing worker's own, RemoteValues their values once
+        they are ready. If the worker dies the function runs again elsewhere, its updates are applied once.
 
         Blocks while the queue is full, and, where an earlier function has failed, until all that runs has stopped.
 
@@ -228,8 +235,8 @@ class ClusterCoordinator(StaysHere):
         if wait is not None:
             _check_seconds("wait", wait)
         function = self._capture(fn)
-        if function.handles and any(isinstance(handle, DataPart) for handle in function.handles):
-            raise MisuseError(f"{function.name} has captured a part of a dataset: pass it as an argument")
+        if function.handles:
+            _check_no_part(function)
         result = RemoteValue(function.name, self._resolve_handle, self)
         call = Call(function, weakref.ref(result), retries=retries, timeout=timeout, key=_number_of(key))
         if args or kwargs:
@@ -506,11 +513,13 @@ class ClusterCoordinator(StaysHere):
                 f"evaluate takes a dataset of which each example counts once, not a {type(dataset).__name__}: give "
                 "coordinator.distribute_dataset(...).batch(64)"
             )
-        evaluate_shard = partial_of(name_of(step), states_of, step, named)
+
+        captured = self.captured(step)
         if shards == "auto":
             shards = 5 * len(self.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
         if concurrent:
-            return results_of(named, self._states_of_copies(evaluate_shard, dataset, shards, timeout))
+            return results_of(named, self._states_of_copies(step, captured.function, named, dataset, shards, timeout))
+        evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
         deadline = None if timeout is None else time.monotonic() + timeout
         found: list[RemoteValue] = []
         with self._dispatcher.alone(timeout):
@@ -601,7 +610,13 @@ class ClusterCoordinator(StaysHere):
             self._training.release()
 
     def _states_of_copies(
-        self, evaluate_shard: Callable[[Any], States], dataset: DistributedDataset, shards: int, timeout: float | None
+        self,
+        step: Callable[[Any], Any],
+        captured: CapturedFunction,
+        metrics: Mapping[str, MetricLike],
+        dataset: DistributedDataset,
+        shards: int,
+        timeout: float | None,
     ) -> list[States]:
         """The states of each shard, with copies of the variables as they are now, among whatever else runs."""
         begin = time.monotonic()
@@ -618,6 +633,11 @@ class ClusterCoordinator(StaysHere):
             with contextlib.suppress(IndexError):  # another evaluation has taken it
                 self._drop(self._remains.popleft())
         pins = Pins(self.strategy)
+        inner, shipped = captured, cast("Callable[..., Any] | FunctionHandle", step)
+        if self.strategy.trusted.pickles:  # without them its globals can be no others than they were
+            inner = captured.renamed(pins.rename)
+            shipped = FunctionHandle(inner)
+        evaluate_shard = partial_of(captured.name, states_of, shipped, metrics)
         function = capture(evaluate_shard, pins.rename, trusted=self.strategy.trusted)
         tasks: list[Task[Call]] = []
         found: list[RemoteValue] = []
@@ -641,6 +661,8 @@ class ClusterCoordinator(StaysHere):
         finally:  # wherever Ctrl-C struck
             self._dispatcher.withdraw(tasks)
             self._dispatcher.release_function(function)
+            if inner is not captured:
+                self._dispatcher.release_function(inner)
             self._drop(pins)
 
     def _drop(self, pins: Pins) -> None:
@@ -701,8 +723,8 @@ class ClusterCoordinator(StaysHere):
         if isinstance(fn, types.MethodType):  # a new object every time it is looked up
             owner, name = fn.__self__, fn.__func__
         key = id(owner)
-        found, known = self._captured.get(key, (None, {}))
-        if found is None or found() is not owner:
+        owned, known = self._captured.get(key, (None, {}))
+        if owned is None or owned() is not owner:
             known = {}
             try:
                 reference = weakref.ref(owner, lambda _: self._captured.pop(key, None))
@@ -710,10 +732,41 @@ class ClusterCoordinator(StaysHere):
                 self._count_made(fn)
                 return self._captured_anew(fn)
             self._captured[key] = reference, known
-        if name not in known:
-            self._count_made(fn)
-            known[name] = self._captured_anew(fn)
-        return known[name]
+        found = known.get(name)
+        if found is None or not (found[1].are_same() or self._goes_on(found)):
+            if found is None:
+                self._count_made(fn)
+            found = known[name] = self._captured_anew(fn), Captures(fn)
+        return found[0]
+
+    @staticmethod
+    def _goes_on(known: _Known) -> bool:
+        """Something that the function reaches is another: does it go on as it was captured?"""
+        function, captures = known
+        changes = captures.changes()
+        if changes.code:
+            logger.info("%s is a new function: its code, or that of what it calls, is not what it was", function.name)
+            return False
+        for name in changes.values:
+            logger.warning(
+                "%s goes on with the %s that it was captured with, though another value has that name now: pass it as "
+                "an argument, or define %s again to have it captured anew",
+                function.name,
+                name,
+                function.name,
+            )
+        return True
+
+    def captured(self, fn: Callable[..., Any]) -> FunctionHandle:
+        """For what is made of a function of the user's: the function, captured as by `schedule`.
+
+        Raises:
+            TypeError: it can't be called, or sent.
+            MisuseError: it has captured a part of a dataset.
+        """
+        function = self._capture(fn)
+        _check_no_part(function)
+        return FunctionHandle(function)
 
     def _count_made(self, fn: Callable[..., Any]) -> None:
         """Warn, once for each, where a line of the script makes a function anew for every call."""
@@ -749,6 +802,11 @@ def _where_made(fn: Callable[..., Any]) -> str:
 def _check_seconds(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ValueError(f"{name} is {value!r}; it must be a number of seconds, 0 or more, or None")
+
+
+def _check_no_part(function: CapturedFunction) -> None:
+    if any(isinstance(handle, DataPart) for handle in function.handles):
+        raise MisuseError(f"{function.name} has captured a part of a dataset: pass it as an argument")
 
 
 def _number_of(key: str) -> int:

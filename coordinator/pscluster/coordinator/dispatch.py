@@ -1267,6 +1267,8 @@ class Dispatcher:
         with self._lock:
             if _has_definition(link, function):
                 return
+        for inner in function.functions:
+            await self._define(link, connection, inner)
         why = ""
         for form in function.forms():
             head = worker_pb2.UploadRequest(definition=form)

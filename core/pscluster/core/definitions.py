@@ -27,10 +27,10 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pscluster.core.assembling import Assembled, CannotGoByReferenceError, name_of
 from pscluster.core.assembly import assemble, found_in
@@ -48,6 +48,7 @@ from pscluster.v1 import definition_pb2
 
 __all__ = [
     "CapturedFunction",
+    "FunctionHandle",
     "UnresolvedReference",
     "capture",
     "class_definition",
@@ -81,12 +82,34 @@ class CapturedFunction:
     _pickles: list[bytes] = field(default_factory=list)
     handles: tuple[Handle, ...] = ()  # what it captured stays in use for as long as it may be sent
     _only: definition_pb2.Definition | None = None  # without pickles: the one form that there is
+    _renamed: tuple[definition_pb2.Renamed, ...] = ()  # of the handles: what they are to be
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def nbytes(self) -> int:
         """Of what was captured with it, about; of one by reference none."""
         return len(self._pickles[0]) if self._pickles else len(self._origin.arrays)
+
+    @property
+    def functions(self) -> Iterator[CapturedFunction]:
+        """Those that it was captured with, inside of it: a receiver needs them first."""
+        return (handle.function for handle in self.handles if isinstance(handle, FunctionHandle))
+
+    def renamed(self, rename: Rename) -> CapturedFunction:
+        """The same, as captured, but for the handles: `rename` is called with each for what it is to be.
+
+        Not of one that goes without a pickle, whose handles may be globals of a module that others use, too.
+        """
+        renamed, digest = [], hashlib.sha256(self.digest.encode())
+        for handle in {(handle.handle_kind, handle.handle_key): handle for handle in self.handles}.values():
+            kind, key = rename(handle)
+            if (kind, key) != (handle.handle_kind, handle.handle_key):
+                new = definition_pb2.Renamed(kind=handle.handle_kind, key=handle.handle_key, new_kind=kind, new_key=key)
+                renamed.append(new)
+                digest.update(new.SerializeToString(deterministic=True))
+        if not renamed:
+            return self
+        return replace(self, digest=digest.hexdigest(), _renamed=tuple(renamed))
 
     def by_value(self) -> bytes:
         """The pickle. Of a function by reference it is made now, with all that it uses of its own module.
@@ -119,6 +142,7 @@ class CapturedFunction:
             form = definition_pb2.Definition()
             form.CopyFrom(self._origin)
             form.digest, form.pickle = self.digest, pickled
+            form.renamed.extend(self._renamed)
             if pickled is pickles[-1]:
                 form.source_digest = ""  # it brings what it needs of that module
             yield form
@@ -126,6 +150,21 @@ class CapturedFunction:
     def __repr__(self) -> str:
         way = "by value" if self.by_reference is None and self._only is None else "by reference"
         return f"<CapturedFunction {self.name} {way}, {self.digest[:12]}>"
+
+
+class FunctionHandle(Handle):
+    """A captured function inside of one that is captured: the receiver has it by its digest."""
+
+    handle_kind: ClassVar[str] = "function"
+
+    def __init__(self, function: CapturedFunction) -> None:
+        """`function`: it is sent before whatever names this."""
+        self.function = function
+
+    @property
+    def handle_key(self) -> str:
+        """The function's digest."""
+        return self.function.digest
 
 
 def capture(
@@ -302,6 +341,7 @@ def resolve(
         MisuseError: it is a pickle, or names what peers may not name, where pickles are off.
         UnresolvedReference: it names something that is not here or is another version, or its pickle does.
     """
+    resolve_handle = _renaming(definition.renamed, resolve_handle)
     try:
         try:
             found = _find(definition, bulk, resolve_handle)
@@ -323,6 +363,13 @@ def resolve(
     if not callable(found):
         raise UnresolvedReference(f"{definition.module}.{definition.qualname} can't be called here")
     return found  # type: ignore[no-any-return]  # callable() narrows Any to Any
+
+
+def _renaming(renamed: Sequence[definition_pb2.Renamed], resolve_handle: HandleResolver) -> HandleResolver:
+    if not renamed:
+        return resolve_handle
+    places = {(each.kind, each.key): (each.new_kind, each.new_key) for each in renamed}
+    return lambda kind, key: resolve_handle(*places.get((kind, key), (kind, key)))
 
 
 def _find(definition: definition_pb2.Definition, bulk: bytes | memoryview, resolve_handle: HandleResolver) -> Any:

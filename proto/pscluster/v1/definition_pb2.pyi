@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Definition(_message.Message):
-    __slots__ = ("digest", "module", "qualname", "source_path", "source_digest", "folders", "assembly", "arrays", "pickle")
+    __slots__ = ("digest", "module", "qualname", "source_path", "source_digest", "folders", "assembly", "arrays", "pickle", "renamed")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODULE_FIELD_NUMBER: _ClassVar[int]
     QUALNAME_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class Definition(_message.Message):
     ASSEMBLY_FIELD_NUMBER: _ClassVar[int]
     ARRAYS_FIELD_NUMBER: _ClassVar[int]
     PICKLE_FIELD_NUMBER: _ClassVar[int]
+    RENAMED_FIELD_NUMBER: _ClassVar[int]
     digest: str
     module: str
     qualname: str
@@ -28,7 +29,20 @@ class Definition(_message.Message):
     assembly: Assembly
     arrays: bytes
     pickle: bytes
-    def __init__(self, digest: _Optional[str] = ..., module: _Optional[str] = ..., qualname: _Optional[str] = ..., source_path: _Optional[str] = ..., source_digest: _Optional[str] = ..., folders: _Optional[_Iterable[str]] = ..., assembly: _Optional[_Union[Assembly, _Mapping]] = ..., arrays: _Optional[bytes] = ..., pickle: _Optional[bytes] = ...) -> None: ...
+    renamed: _containers.RepeatedCompositeFieldContainer[Renamed]
+    def __init__(self, digest: _Optional[str] = ..., module: _Optional[str] = ..., qualname: _Optional[str] = ..., source_path: _Optional[str] = ..., source_digest: _Optional[str] = ..., folders: _Optional[_Iterable[str]] = ..., assembly: _Optional[_Union[Assembly, _Mapping]] = ..., arrays: _Optional[bytes] = ..., pickle: _Optional[bytes] = ..., renamed: _Optional[_Iterable[_Union[Renamed, _Mapping]]] = ...) -> None: ...
+
+class Renamed(_message.Message):
+    __slots__ = ("kind", "key", "new_kind", "new_key")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NEW_KIND_FIELD_NUMBER: _ClassVar[int]
+    NEW_KEY_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    key: str
+    new_kind: str
+    new_key: str
+    def __init__(self, kind: _Optional[str] = ..., key: _Optional[str] = ..., new_kind: _Optional[str] = ..., new_key: _Optional[str] = ...) -> None: ...
 
 class Assembly(_message.Message):
     __slots__ = ("files", "parts", "sizes")

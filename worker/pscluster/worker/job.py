@@ -11,10 +11,10 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from pscluster.core.context import FunctionContext, running
-from pscluster.core.definitions import resolve
+from pscluster.core.definitions import FunctionHandle, resolve
 from pscluster.core.errors import (
     MisuseError,
     ProtocolError,
@@ -110,6 +110,8 @@ class Job:
 
     def resolve_handle(self, kind: str, key: str) -> Handle:
         """This worker's object for a handle."""
+        if kind == FunctionHandle.handle_kind:
+            return cast("Handle", self.definition(key))  # what is loaded with it takes it for the function
         with self._lock:
             known = self._handles.get((kind, key), self._passing.get((kind, key)))
         if known is not None:

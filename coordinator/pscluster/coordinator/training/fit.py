@@ -37,7 +37,7 @@ from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
 from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, Plan, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
-from pscluster.core.definitions import name_of, partial_of
+from pscluster.core.definitions import partial_of
 from pscluster.core.errors import CancelledError, FunctionError, MisuseError, PsClusterError
 from pscluster.core.shown import shown
 from pscluster.ps.metrics import MetricLike
@@ -287,9 +287,9 @@ class Fit:
                 steps_per_execution = data.shape.part
         else:
             self._feed = _PerWorker(data, steps_per_epoch)
-        self._run: Callable[..., StepLogs] = partial_of(
-            name_of(step), logs_of_steps, step
-        )  # the name is the work's, too
+        captured = coordinator.captured(step)
+        # The name is the work's, too.
+        self._run: Callable[..., StepLogs] = partial_of(captured.function.name, logs_of_steps, captured)
         self._packing = steps_per_execution
         self._workers = len(coordinator.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
         steps = self._feed.per_epoch if self._feed.unit == "step" else None
