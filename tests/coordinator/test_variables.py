@@ -131,6 +131,59 @@ def test_reading(tables: Tables) -> None:
         np.testing.assert_array_equal(variable[twin > 12], twin[twin > 12])
 
 
+class Capsule:
+    """What a consumer of DLPack makes of what it was given."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def as_tensor(data: Any) -> Any:
+    """As torch.as_tensor, torch.tensor and torch.from_dlpack of PyTorch 2.13: by DLPack, else number by number."""
+    if hasattr(data, "__dlpack__"):
+        assert data.__dlpack_device__() == (1, 0)
+        return np.from_dlpack(Capsule(data.__dlpack__(max_version=(1, 0))))
+    return np.array([as_tensor(data[place]) for place in range(len(data))] if hasattr(data, "__len__") else data)
+
+
+def test_each_way_to_convert_is_one_read(cutting: ParameterServerStrategy, tables: Tables, cuts: int) -> None:
+    """Whatever asks for the value gets it in one request a server, not row by row; a shard's and a slot's, too."""
+    counts = cutting.client.counts
+
+    def requests() -> int:
+        return sum(sum(histogram.counts) for histogram in counts.pulls)
+
+    whole: list[Callable[[Any], Any]] = [np.asarray, np.array, np.from_dlpack, as_tensor]
+    elements: list[Callable[[Any], Any]] = [lambda v: list(reversed(v))[::-1]]
+    for variable, twin in tables:
+        for convert in [*whole, *elements, *([list] if cuts == 1 else [])]:
+            before = requests()
+            found = convert(variable)
+            assert requests() - before == min(cuts, NUM_PS)
+            np.testing.assert_array_equal(found, twin)
+        found = as_tensor(variable)
+        found[:] = 0
+        same(variable, twin)
+        assert (twin[1, 1] in variable, -5 in variable) == (True, False)
+        for convert in whole:
+            before = requests()
+            np.testing.assert_array_equal(convert(variable.variables[0]), twin[: HEIGHTS[cuts][0]])
+            assert requests() - before == 1
+    for refused in ({"copy": False}, {"dl_device": (2, 0)}):
+        with pytest.raises((BufferError, ValueError)):
+            tables[0][0].__dlpack__(**refused)
+    with cutting.scope():
+        half = Variable(np.ones(3), dtype="bfloat16", name="half")
+    with pytest.raises(BufferError, match=r"'half'.* can't be handed over .*view\(torch.bfloat16\)"):
+        as_tensor(half)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operators(cutting: ParameterServerStrategy, dtype: Any) -> None:
     """Operators read the value, and the rest is NumPy's: with numbers, arrays and variables on either side (row 25)."""

@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from pscluster.core.errors import MisuseError
 
+_CPU = 1, 0  # DLPack's word for memory
+
 
 def _value(operand: Any) -> Any:
     return operand.read_value() if isinstance(operand, Arithmetic) else operand
@@ -64,6 +66,39 @@ class Arithmetic:
             raise ValueError("a variable's values live on the parameter servers: reading them always makes a copy")
         value = self.read_value()
         return value if dtype is None else value.astype(dtype, copy=False)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Hand the value over, read at once: PyTorch would ask for it row by row otherwise.
+
+        Raises:
+            BufferError: it is asked for without a copy, or elsewhere than in memory, or is of a type that can't be.
+        """
+        if copy is False:
+            raise BufferError("a variable's values live on the parameter servers: reading them always makes a copy")
+        value: Any = self.read_value()
+        if value.dtype.name == "bfloat16":
+            raise BufferError(
+                f"{self!r} can't be handed over as it is, since NumPy can't say bfloat16 to others: for PyTorch take "
+                "torch.from_numpy(v.numpy().view(np.int16)).view(torch.bfloat16)"
+            )
+        if not value.flags.writeable:
+            value = value.copy()  # who has not heard of arrays that are read only takes none
+        wanted = {"stream": stream, "max_version": max_version, "dl_device": dl_device}
+        asked = {name: each for name, each in wanted.items() if each is not None}
+        try:
+            return value.__dlpack__(**asked)
+        except TypeError:  # NumPy 2.0 and those before it know a stream only
+            return value.__dlpack__(stream=stream)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CPU
 
     # Element by element, as NumPy and the peer have it; `is` tells whether two are the same variable.
     __eq__, __ne__ = _binary("eq"), _binary("ne")

@@ -266,6 +266,14 @@ class Variable(Arithmetic, Handle):
             raise TypeError(f"variable {self.name!r} is a scalar: there is nothing to iterate over")
         return iter(self.read_value())
 
+    def __reversed__(self) -> Iterator[Any]:
+        if not self.shape:
+            raise TypeError(f"variable {self.name!r} is a scalar: there is nothing to iterate over")
+        return iter(self.read_value()[::-1])
+
+    def __contains__(self, element: object) -> bool:
+        return element in self.read_value()
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError(f"variable {self.name!r} is a scalar: it has no length")
