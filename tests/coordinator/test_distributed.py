@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -174,6 +175,17 @@ def test_sources_of_a_user(coordinator: ClusterCoordinator, tmp_path: Path) -> N
     assert gathered(files) == ["0a", "0b", "1a", "1b", "2a", "2b"]
     with pytest.raises(TypeError, match="how many examples are in the files is known only to their reader"):
         len(files)
+
+    def endless(path: Path) -> Iterator[str]:
+        return (f"{path.name} {number}" for number in itertools.count())
+
+    def some(part: Any) -> list[str]:
+        found = [batch[-1] for batch, _ in zip(part, range(2), strict=False)]
+        part.skip_rest()
+        return found
+
+    (part,) = distribute([tmp_path / "0.txt"], reader=endless).batch(4)
+    assert coordinator.schedule(some, args=(part,)).fetch(PATIENCE) == ["0.txt 3", "0.txt 7"]
     path = str(tmp_path / "x.npy")
     for source in (lambda: np.load(path), np.load(path, mmap_mode="r"), [float(n) for n in range(12)]):
         found = gathered(distribute(source).map(lambda x: x + 1).batch(5).map(lambda batch: batch * 2))

@@ -249,6 +249,49 @@ def test_files(tmp_path: Path) -> None:
     assert [len(batch) for batch in dropped] == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize(("seed", "held"), [(None, 0), (3, 16)])
+@pytest.mark.parametrize("batch", [None, 5])
+def test_a_reader_that_yields_more_than_can_be_held(seed: int | None, held: int, batch: int | None) -> None:
+    """No more is taken than an element needs, and of a shuffled file a split; each example comes once."""
+    step, taken, sizes = batch or 1, itertools.count(), {"endless": None, "short": 39}
+
+    def read(name: str) -> Iterator[int]:
+        for number in itertools.islice(itertools.count(), sizes[name]):
+            next(taken)
+            yield number
+
+    def flat(batches: Iterator[Any]) -> list[int]:
+        return [number for each in batches for number in np.atleast_1d(each).tolist()]
+
+    stream = Pipeline(Files(["endless"], read), "data", batch=batch, seed=seed, split=16).elements(0, 0, 1)
+    for nth in range(1, 9):
+        assert len(np.atleast_1d(next(stream))) == step
+        assert next(taken) - (nth - 1) <= nth * step + held, "with those that were counted here"
+    short = Pipeline(Files(["short"], read), "data", batch=batch, seed=seed, split=16)
+    found = flat(short.elements(0, 0, 1))
+    assert sorted(found) == list(range(39))
+    assert (found == sorted(found)) == (seed is None)
+    assert found == flat(short.elements(0, 0, 1))
+    assert (found == flat(short.elements(1, 0, 1))) == (seed is None), "another order every epoch"
+    assert [sorted(found[at : at + 16])[0] for at in (0, 16, 32)] == [0, 16, 32]
+
+
+def test_a_reader_that_fails_on_its_way() -> None:
+    """What it has yielded is there, and an error that says how much that was."""
+
+    def read(_: str) -> Iterator[int]:
+        yield from range(5)
+        raise OSError("bad sector")
+
+    first, failure = Pipeline(Files(["a"], read), "mine", batch=4).elements(0, 0, 1)
+    assert first.tolist() == [0, 1, 2, 3]
+    assert isinstance(failure, DatasetError)
+    said = (
+        "behind the first 4 examples of the file 'a', number 0 of the source, in epoch 0, can't be read: OSError: bad"
+    )
+    assert said in str(failure)
+
+
 # Bad input
 
 

@@ -9,6 +9,7 @@ the examples of each split in random order. Memory and reading are then those of
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -176,9 +177,12 @@ class Pipeline:
         what = f"the file {files.paths[number]!r}, number {number} of the source, in epoch {epoch},"
         try:
             block = files.load(number)
-            size = size_of(block)
+            size = 0 if isinstance(block, Iterator) else size_of(block)
         except Exception as error:
             yield self._failed(what, 1, error)
+            return
+        if isinstance(block, Iterator):
+            yield from self._of_stream(block, what, epoch, number)
             return
         order = np.arange(size) if self.seed is None else _random(self.seed, epoch, number + 1).permutation(size)
         step = self.batch or 1
@@ -189,6 +193,38 @@ class Pipeline:
             except Exception as error:
                 made = self._failed(f"examples {start:,} to {start + len(places) - 1:,} of {what}", len(places), error)
             yield made
+
+    def _of_stream(self, examples: Iterator[Any], what: str, epoch: int, number: int) -> Iterator[Any]:
+        """As they come, so that no more than a batch is held; of shuffled ones no more than a split besides."""
+        step, start = self.batch or 1, 0
+        if self.seed is not None:
+            examples = self._shuffled(examples, epoch, number)
+        while True:
+            try:
+                block = list(itertools.islice(examples, step))
+            except Exception as error:  # what is behind it can't be read either
+                yield self._failed(f"what comes behind the first {start:,} examples of {what}", 1, error)
+                return
+            if not block or (len(block) < step and self.drop_remainder):
+                return
+            try:
+                made = self._made(block)
+            except Exception as error:
+                made = self._failed(f"examples {start:,} to {start + len(block) - 1:,} of {what}", len(block), error)
+            yield made
+            del made
+            start += len(block)
+
+    def _shuffled(self, examples: Iterator[Any], epoch: int, number: int) -> Iterator[Any]:
+        """Split by split: in a random order in each."""
+        assert self.seed is not None
+        for split in itertools.count(1):
+            block = list(itertools.islice(examples, self.split))
+            for place in _random(self.seed, epoch, number + 1, split).permutation(len(block)).tolist():
+                example, block[place] = block[place], None  # it is not held any longer than it is needed
+                yield example
+            if len(block) < self.split:
+                return
 
     def _made(self, block: Any) -> Any:
         if self.each or self.batch is None:

@@ -214,10 +214,10 @@ class Files:
         return len(self.paths)
 
     def load(self, number: int) -> Any:
-        """The block of one file."""
+        """The block of one file; or, where its reader yields them, an iterator over its examples, which may be many."""
         block = self._reader(self.paths[number])
         if not isinstance(block, list | tuple | dict | np.ndarray):
-            block = list(block)
+            return iter(block)
         size_of(block)
         return block
 
