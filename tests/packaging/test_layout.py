@@ -2,9 +2,12 @@
 
 import importlib
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
+
+from pscluster import coordinator
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PORTIONS = {
@@ -46,3 +49,14 @@ def test_build_knows_every_root() -> None:
 def test_each_portion_is_imported(name: str) -> None:
     """Every portion is found under the one import name."""
     assert importlib.import_module(name).__name__ == name
+
+
+def test_a_star_brings_no_modules() -> None:
+    """They would take the place of the script's own `metrics` or `errors`; each can be asked for by its name."""
+    names: dict[str, object] = {}
+    exec("from pscluster.coordinator import *", names)
+    assert not [name for name, found in names.items() if isinstance(found, types.ModuleType)]
+    assert names["LocalCluster"] is coordinator.LocalCluster
+    for name in ("callbacks", "errors", "initializers", "metrics", "optimizers"):
+        assert isinstance(getattr(coordinator, name), types.ModuleType)
+        assert name in dir(coordinator)

@@ -1,7 +1,8 @@
 """The user's API: strategy, variables, optimizers, coordinator, local cluster.
 
 The names are those of `api`, which is imported when one of them is first asked for: the command line lives in this
-package too, and `pscluster health`, which containers run every few seconds, needs no NumPy.
+package too, and `pscluster health`, which containers run every few seconds, needs no NumPy. Modules among them are
+imported by their names only: with `import *` they would take the place of a `metrics` or `errors` of the script's own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ if TYPE_CHECKING:
     from pscluster.coordinator.api import *  # noqa: F403  (its names are in its __all__)
     from pscluster.coordinator.api import __all__ as __all__
     from pscluster.coordinator.api import __version__ as __version__
+    from pscluster.coordinator.api import callbacks as callbacks
+    from pscluster.coordinator.api import errors as errors
+    from pscluster.coordinator.api import initializers as initializers
+    from pscluster.coordinator.api import metrics as metrics
+    from pscluster.coordinator.api import optimizers as optimizers
 else:
+    _MODULES = ("callbacks", "errors", "initializers", "metrics", "optimizers")
 
     def __getattr__(name):
         if not name.startswith("_") or name in ("__all__", "__version__"):
@@ -28,4 +35,4 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted({*globals(), *__getattr__("__all__"), *_MODULES})

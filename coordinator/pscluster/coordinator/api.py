@@ -19,13 +19,15 @@ from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.server import Server
 from pscluster.coordinator.sidecar import SidecarEvaluator
 from pscluster.coordinator.strategy import ParameterServerStrategy
-from pscluster.coordinator.training import callbacks
+from pscluster.coordinator.training import callbacks as callbacks  # modules are not in __all__
 from pscluster.coordinator.training.history import History
-from pscluster.core import errors
+from pscluster.core import errors as errors
 from pscluster.core.cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
 from pscluster.core.context import experimental_get_current_worker_index
 from pscluster.core.identity import VERSION
-from pscluster.ps import initializers, metrics, optimizers
+from pscluster.ps import initializers as initializers
+from pscluster.ps import metrics as metrics
+from pscluster.ps import optimizers as optimizers
 from pscluster.ps.lookup import embedding_bag, embedding_lookup, embedding_lookup_sparse
 from pscluster.ps.variables import IndexedSlices, ShardedVariable, Variable
 from pscluster.worker.datasets import InputContext
@@ -65,13 +67,8 @@ __all__ = [
     "SimpleClusterResolver",
     "TFConfigClusterResolver",
     "Variable",
-    "callbacks",
     "embedding_bag",
     "embedding_lookup",
     "embedding_lookup_sparse",
-    "errors",
     "experimental_get_current_worker_index",
-    "initializers",
-    "metrics",
-    "optimizers",
 ]
