@@ -65,12 +65,12 @@ def test_worker_that_runs_a_function(number: signal.Signals, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_coordinator_that_waits(number: signal.Signals, tmp_path: Path) -> None:
-    """A coordinator that waits for tasks ends with 0 and says that its script did not end by itself."""
+    """A coordinator that waits for tasks ends as one that a signal ends, and says that its script had not ended."""
     with Roles(make_cluster(), tmp_path) as roles:
         coordinator = roles.coordinator(JOB)
         coordinator.wait_for("waiting for")
         coordinator.send(number)
-        assert coordinator.wait() == 0
+        assert coordinator.wait() == 128 + number
         assert coordinator.output.splitlines()[-1].endswith(f"stopped by {number.name} before the script had ended")
 
 
@@ -84,7 +84,7 @@ def test_coordinator_in_join(number: signal.Signals, tmp_path: Path) -> None:
         coordinator.wait_for("joining")
         worker.wait_for("running on worker 0")
         coordinator.send(number)
-        assert coordinator.wait() == 0
+        assert coordinator.wait() == 128 + number
         assert f"stopped by {number.name} before the script had ended" in coordinator.output
         assert "Traceback" not in coordinator.output
         for process in (ps, worker):
@@ -115,6 +115,12 @@ def test_script_that_handles_the_signal(tmp_path: Path) -> None:
         assert coordinator.wait() == 5
         assert "saved [0.0, 0.0, 0.0, 0.0]" in coordinator.output
         worker.wait_for("the job is over: the coordinator's script ended with code 5")
+        # One that lets it pass has not done its job either.
+        coordinator = roles.coordinator(source.replace("sys.exit(5)", "pass"), str(tmp_path / "gate"))
+        coordinator.wait_for("joining")
+        coordinator.send(signal.SIGTERM)
+        assert coordinator.wait() == 128 + signal.SIGTERM
+        assert "saved" in coordinator.output
 
 
 def test_grace(tmp_path: Path) -> None:
@@ -260,7 +266,7 @@ def test_exit_with_parent(role: str, tmp_path: Path) -> None:
     with Roles(make_cluster(), tmp_path) as roles:
         if role == "coordinator":
             process = roles.coordinator(JOB, options=["--exit-with-parent"])
-            assert process.wait() == 0
+            assert process.wait() == 128 + signal.SIGTERM
             assert "stopped by SIGTERM before the script had ended" in process.output
         else:
             process = roles.start(role, "--exit-with-parent", role=role)

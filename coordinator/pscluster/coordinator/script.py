@@ -34,9 +34,10 @@ class _Stopped(KeyboardInterrupt):
 def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role: str = "chief") -> int:
     """Run the script as `__main__`, then tell the cluster that the job is over. Returns the exit code.
 
-    A script that ends, or is stopped by SIGTERM or Ctrl-C, gives 0; its `sys.exit` gives its own code. An
-    exception is shown and gives 1; but our own, where the cluster is at fault and not the script, is shown in
-    one line: 2 if the configuration is wrong, 1 if tasks were missing or refused.
+    A script that ends gives 0, and one that signal n has stopped before its end 128 + n, as `pscluster run` has it; an
+    evaluator, which has no end of its own, gives 0 then, too. Its `sys.exit` gives its own code. An exception is shown
+    and gives 1; but our own, where the cluster is at fault and not the script, is shown in one line: 2 if the
+    configuration is wrong, 1 if tasks were missing or refused.
     """
     path = Path(script)
     if not path.is_file():
@@ -50,13 +51,17 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
     configure_logging(name, options.log_level, options.log_format)
     tune_allocator()
     arm(role)
-    stopped: list[str] = []
-    in_script = False
+    stopped: list[signal.Signals] = []
+    in_script, has_ended = False, False
+    unfinished = 0  # the signal that came before the script had ended
 
     def handle(number: int, _frame: object) -> None:
+        nonlocal unfinished
         if stopped:
             os._exit(128 + number)
-        stopped.append(signal.Signals(number).name)
+        stopped.append(signal.Signals(number))
+        if not has_ended:
+            unfinished = number
         if in_script:
             raise _Stopped
 
@@ -79,10 +84,10 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
             code_of_script = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
             exec(code_of_script, module.__dict__)  # noqa: S102  (what we are for)  # nosec B102
         finally:
-            in_script = False  # a signal during what follows must not break it off
+            in_script, has_ended = False, True  # a signal during what follows must not break it off
     except _Stopped:
-        reason = f"the {name} was stopped by {stopped[0]}"
-        logger.warning("stopped by %s before the script had ended", stopped[0])
+        reason = f"the {name} was stopped by {stopped[0].name}"
+        logger.warning("stopped by %s before the script had ended", stopped[0].name)
     except SystemExit as end:
         code = _exit_code(end)
         if code:
@@ -98,7 +103,8 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
             error.__traceback__ = trace.tb_next if trace is not None else None  # the first frame is ours
             sys.excepthook(type(error), error, error.__traceback__)
     close_all(reason)
-    return code
+    # Stopped in order is a good end for a role, but whoever started this must not take the job for done.
+    return 128 + unfinished if unfinished and code == 0 and role == "chief" else code
 
 
 def _while_connecting(error: BaseException) -> bool:
