@@ -583,19 +583,26 @@ def test_captured_values_are_those_of_the_moment(module: Any) -> None:
     assert resolve(definition_pb2.Definition(), memoryview(inner.by_value()), things)(1) == 3
 
 
-def test_helpers_of_a_module_that_was_edited(module: Any) -> None:
+def test_helpers_of_a_module_that_was_edited(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that has imported a module keeps it: what is of another version of the file goes by value."""
     names: dict[str, Any] = {"__name__": "a notebook", "plain": module.plain}
     exec("def step(x): return plain(x)", names)
-    before = capture(names["step"])
-    first = called(before, 1)
+    (tmp_path / "users_steps.py").write_text("from users_module import plain\ndef step(x): return plain(x)\n")
+    steps: Any = importlib.import_module("users_steps")
+    monkeypatch.delitem(sys.modules, "users_steps")
+    monkeypatch.setitem(sys.modules, "users_steps", steps)
+    before = [capture(names["step"]), capture(steps.step)]
+    assert [each.by_reference is None for each in before] == [True, False]
+    first = [called(each, 1) for each in before]
     path = Path(module.__file__)
     path.write_text(path.read_text().replace("def plain(", "def plain(x): return 'edited'\ndef old(", 1))
-    names["plain"] = importlib.reload(module).plain
-    after = capture(names["step"])
-    module.plain = None  # on the worker there is the first version
-    assert after.digest != before.digest
-    assert called(after, 1) == "edited" != first
+    importlib.reload(module)
+    names["plain"] = steps.plain = module.plain
+    after = [capture(names["step"]), capture(steps.step)]
+    module.plain = steps.step = None  # on the worker there are the first versions
+    assert not {each.digest for each in before} & {each.digest for each in after}
+    assert "edited" not in first
+    assert [called(each, 1) for each in after] == ["edited"] * 2
 
 
 def test_a_function_by_value_is_not_kept_alive() -> None:

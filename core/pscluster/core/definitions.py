@@ -40,7 +40,7 @@ from pscluster.core.own_modules import import_checked
 from pscluster.core.pickles import Rename, dump, largest_captured, load, module_name_of
 from pscluster.core.scripts import MAIN, UnresolvedReference, load_script, loaded_scripts, script_file
 from pscluster.core.source_files import codes_in
-from pscluster.core.sources import digest_of, import_folders, is_library, reaches_handle, source_of
+from pscluster.core.sources import digest_of, import_folders, is_library, reaches_edited, reaches_handle, source_of
 from pscluster.core.trust import Trust, trust
 from pscluster.core.value_records import is_record_class
 from pscluster.core.values import HandleResolver, RecordResolver, describe, imported_class
@@ -200,9 +200,11 @@ def _captured(function: Any, name: str, rename: Rename | None, trusted: Trust) -
     if not trusted.pickles:
         return _without_pickle(function, name, rename, trusted)
     reference = _reference_to(function)
-    if reference is not None:
+    # What workers have imported they keep: what is of another version of a file goes with all that it is made of.
+    edited = reference is not None and reaches_edited(function)
+    if reference is not None and not edited:
         return CapturedFunction(reference.digest, name, reference, function, _origin(function))
-    dumped = dump(function, name, rename=rename)
+    dumped = dump(function, name, whole=edited, rename=rename)
     pickles, origin = [dumped.data], _origin(function)
     if dumped.names_own_module and not is_library(module_name_of(function)):
         # Made now, not when a worker asks for it: what was captured may change. If it can't be made, the

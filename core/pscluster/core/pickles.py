@@ -31,11 +31,10 @@ from pscluster.core.scripts import UnresolvedReference
 from pscluster.core.sources import (
     attributes_of,
     closure_of,
-    digest_of,
     globals_of,
     is_library,
     module_holds_handles,
-    source_of,
+    was_edited,
 )
 from pscluster.core.trust import trust
 from pscluster.core.values import HandleResolver, describe
@@ -86,7 +85,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
             return
         if module_name not in self._met:
             self._met.add(module_name)
-            if module_holds_handles(module_name) or _was_edited(module_name):
+            if module_holds_handles(module_name) or was_edited(module_name):
                 self._take_apart(module_name)
         if module_name == self._own_module and "<" not in qualname and not _is_registered(module_name):
             self.names_own_module = True
@@ -106,22 +105,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
         for module in self._registered:
             cloudpickle.unregister_pickle_by_value(module)
         self._registered.clear()
-
-
-_sources: dict[str, str] = {}  # by module: its file's digest when something of it was sent first
-
-
-def _was_edited(module_name: str) -> bool:
-    """Is a module of the user's another one than workers may have imported? Then what is here goes by value."""
-    module = sys.modules.get(module_name)
-    path = None if module is None or module_name == "__main__" or is_library(module_name) else source_of(module)
-    if path is None:
-        return False
-    try:
-        digest = digest_of(path)
-    except OSError:  # it is gone
-        return False
-    return _sources.setdefault(module_name, digest) != digest
 
 
 def _is_registered(module_name: str) -> bool:

@@ -10,7 +10,7 @@ import stat
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,37 @@ def module_holds_handles(module_name: str) -> bool:
     return any(holds_handle(value) for value in list(vars(module).values()))
 
 
+_sources: dict[str, str] = {}  # by module: its file's digest when something of it was sent first
+
+
+def was_edited(module_name: str) -> bool:
+    """Is a module of the user's another one than workers may have imported? Then what is here goes by value."""
+    module = sys.modules.get(module_name)
+    path = None if module is None or module_name == "__main__" or is_library(module_name) else source_of(module)
+    if path is None:
+        return False
+    try:
+        digest = digest_of(path)
+    except OSError:  # it is gone
+        return False
+    return _sources.setdefault(module_name, digest) != digest
+
+
 def reaches_handle(function: Any) -> bool:
     """Does the function use a global that is a handle, itself or by the user's functions that it calls?"""
+    return _reaches(function, module_holds_handles, holds_handle)
+
+
+def reaches_edited(function: Any) -> bool:
+    """Does the function reach another module than its own that was edited since something of it was sent?
+
+    Of its own a reference has the digest, so that a worker that has imported another version refuses it.
+    """
+    own = getattr(function, "__module__", "")
+    return _reaches(function, lambda name: name != own and was_edited(name), lambda _: False)
+
+
+def _reaches(function: Any, is_module: Callable[[str], bool], is_value: Callable[[Any], bool]) -> bool:
     todo, seen = [function], set[int]()
     while todo:
         item = todo.pop()
@@ -147,13 +176,13 @@ def reaches_handle(function: Any) -> bool:
         elif isinstance(item, types.FunctionType):
             module_name = item.__globals__.get("__name__", "")
             if not is_library(module_name):
-                if module_holds_handles(module_name):
+                if is_module(module_name):
                     return True
                 todo += globals_of(item).values()
             todo += closure_of(item).values()
         elif isinstance(item, type):
-            if module_holds_handles(item.__module__):
+            if is_module(item.__module__):
                 return True
-        elif holds_handle(item):
+        elif is_value(item):
             return True
     return False
