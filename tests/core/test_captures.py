@@ -30,6 +30,8 @@ def with_model(x): return model.loss(x)
 shortened = partial(step, 1)
 @cache
 def cached(x): return other(x)
+compiled = frompyfunc(other, 1, 1)
+def uses_compiled(x): return compiled(x)
 def uses_cached(x): return cached(x)
 """
 
@@ -40,6 +42,7 @@ def cell() -> dict[str, Any]:
     names: dict[str, Any] = {
         "__name__": "notebook",
         "array": np.array,
+        "frompyfunc": np.frompyfunc,
         "partial": functools.partial,
         "cache": functools.cache,
     }
@@ -78,6 +81,7 @@ def test_nothing_has_changed(cell: dict[str, Any], name: str) -> None:
         ("step", "len = 3", CODE),
         ("shortened", "def other(x): return 2 * x", CODE),
         ("uses_cached", "def other(x): return 2 * x", CODE),
+        ("uses_compiled", "compiled = frompyfunc(other, 1, 1)", CODE),
         ("with_model", "Model.loss = lambda self, x: x", CODE),
         ("with_model", "model = Model(); old = model", Changes(False, ["model"])),
         ("with_model", "class Model:\n    pass", SAME),  # the object is of the first one

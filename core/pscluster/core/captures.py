@@ -309,7 +309,10 @@ def _is_code(value: Any) -> bool:
         return True
     if isinstance(value, Handle) or not callable(value):
         return False
-    return "__wrapped__" in attributes_of(value)
+    if "__wrapped__" in attributes_of(value):
+        return True
+    # What libraries make of functions (compiled ones, NumPy's) has a function's name, and their models have none.
+    return not _is_users(type(value).__module__) and isinstance(getattr(value, "__name__", None), str)
 
 
 def _getter(places: Sequence[tuple[Any, _Name]]) -> tuple[Callable[[Any], Any], tuple[int, ...]]:
