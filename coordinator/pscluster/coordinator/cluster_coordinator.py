@@ -65,7 +65,6 @@ WORKER_LEASE = 30.0
 
 _making = threading.Lock()
 
-logger = logging.getLogger(__name__)
 
 _Known: TypeAlias = tuple[CapturedFunction, Captures]
 
