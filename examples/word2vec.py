@@ -284,7 +284,9 @@ def main() -> None:
             options.learning_rate, initial_accumulator_value=1e-5, weight_decay=0.01, name="adagrad"
         )
     coordinator = ClusterCoordinator(strategy)
-    train = coordinator.distribute_dataset(train_text, name="train").shuffle(options.seed).batch(options.batch_size)
+    train = (
+        coordinator.distribute_dataset(train_text, name="train").shuffle(seed=options.seed).batch(options.batch_size)
+    )
     held_out = coordinator.distribute_dataset(held_out_text, name="held out").batch(options.batch_size)
     train, held_out = train.map(drawing(counts, options.seed)), held_out.map(drawing(counts, 3))
     tables = [of_words, of_others]

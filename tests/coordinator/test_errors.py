@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import signal
 import threading
 import traceback
 import types
@@ -685,13 +686,24 @@ def test_a_join_that_takes_too_long(coordinator: ClusterCoordinator, gate: Gate)
     coordinator.join(PATIENCE)
 
 
-def test_a_join_names_missing_workers(cluster: LocalCluster) -> None:
-    """What join says names the workers that are missing, and why."""
+def test_a_join_names_missing_workers(cluster: LocalCluster, gate: Gate) -> None:
+    """What join says names the workers that are missing, and why; of a job that is over nobody is."""
     with ParameterServerStrategy(cluster) as strategy:
-        coordinator = ClusterCoordinator(strategy)
+        coordinator = ClusterCoordinator(strategy, worker_lease=1)
         until(lambda: coordinator.workers_up == NUM_WORKERS, "all workers are up")
         assert "missing" not in coordinator.describe()
-    assert "0 of 2 workers up, missing: worker 0 at 127.0.0.1:" in coordinator.describe()
+        cluster.kill("worker", 0, signal.SIGSTOP)
+        try:
+            until(lambda: coordinator.workers_up == NUM_WORKERS - 1, "one is given up")
+            coordinator.schedule(wait_for_file, args=(gate.path,))
+            with pytest.raises(errors.WaitTimeoutError, match="1 of 2 workers up, missing: worker 0 at "):
+                coordinator.join(0)
+        finally:
+            cluster.kill("worker", 0, signal.SIGCONT)
+        gate.open()
+        coordinator.join(PATIENCE)
+        until(lambda: coordinator.workers_up == NUM_WORKERS, "all workers are up")
+    assert "missing" not in coordinator.describe()
 
 
 def test_a_fetch_that_takes_too_long(coordinator: ClusterCoordinator, gate: Gate) -> None:
