@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.status import ask
+from pscluster.core.unix_sockets import connect, path_of
 from pscluster.ps.spill import LIMIT_BYTES
 
 MIB = 1 << 20
@@ -223,9 +223,8 @@ def healing(mib: int, durability: str) -> dict[str, float]:
             up: list[float] = []
 
             def watch(up: list[float] = up) -> None:
-                host, port = address.rsplit(":", 1)
                 while not up:
-                    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+                    with contextlib.suppress(OSError), connect(str(path_of(address)), 1.0):
                         up.append(time.monotonic())
                     time.sleep(0.002)
 

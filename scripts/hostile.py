@@ -47,7 +47,10 @@ def main() -> None:
     raise_descriptor_limit()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200
     count = min(arguments.connections, most)
-    with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
+    with (
+        LocalCluster(1, 1, transport="tcp", log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster) as strategy,
+    ):
         with strategy.scope():
             w = Variable(np.zeros(4, np.float32), name="w")
         coordinator = ClusterCoordinator(strategy)

@@ -31,6 +31,7 @@ from pscluster.coordinator import (
     experimental_get_current_worker_index,
     metrics,
 )
+from pscluster.core.unix_sockets import path_of
 from pscluster.worker.evaluation import results_of, states_of
 
 # A shared machine may be slow at any moment: no test is about time.
@@ -156,7 +157,9 @@ def is_gone(pid: int) -> bool:
 
 
 def is_free(address: str) -> bool:
-    """Whether one could listen at this address."""
+    """Whether one could listen at this address, where nothing is left of a socket."""
+    if (path := path_of(address)) is not None:
+        return not Path(path).parent.exists()
     host, port = address.rsplit(":", 1)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

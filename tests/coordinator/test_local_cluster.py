@@ -129,6 +129,7 @@ class House:
         """A cluster of stand-ins."""
         behaviours = options.pop("behaviours", {})
         assert isinstance(behaviours, dict)
+        options.setdefault("transport", "tcp")  # the stand-ins know ports only
         options.setdefault("env", {"DIARY": str(self.diary_file), **self.behave(behaviours)})
         return LocalCluster(num_ps, num_workers, _command=self.role, **options)  # type: ignore[arg-type]
 
@@ -161,6 +162,7 @@ class House:
             env={"DIARY": str(self.diary_file), **self.behave(behaviours)},
             _role_command=self.role,
             _coordinator_command=self.coordinator,
+            transport="tcp",
             **options,  # type: ignore[arg-type]
         )
 

@@ -23,10 +23,13 @@ from pscluster.core.cluster import (
     TFConfig,
     TFConfigClusterResolver,
     is_loopback,
+    is_on_this_machine,
+    parse_address,
     split_address,
     validate_for_strategy,
 )
 from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.unix_sockets import MAX_PATH_BYTES
 
 WORKERS = ["worker0:2222", "worker1:2222", "worker2:2222"]
 PS = ["ps0:2222", "ps1:2222"]
@@ -88,7 +91,7 @@ def test_split_address_reads_names_and_both_kinds_of_ip(text: str, expected: tup
         ("ps0:-1", "1 to 65535"),
         ("ps0:22 ", "1 to 65535"),
         ("ps0:٢٢", "1 to 65535"),
-        ("unix:/tmp/ps0", "1 to 65535"),
+        ("unix:/tmp/ps0", "a host and a port are needed"),
         ("::1:2222", "brackets"),
         ("a:b:2222", "brackets"),
         (":2222", "neither a name"),
@@ -123,6 +126,57 @@ def test_loopback_hosts(host: str) -> None:
 def test_other_hosts_are_not_loopback(host: str) -> None:
     """A name that only looks like loopback is not taken for it."""
     assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("unix:ps-0", "begins with /"),
+        ("unix:./ps-0", "begins with /"),
+        ("unix:", "begins with /"),
+        ("unix:2222", "begins with /"),
+        ("unix:@ps-0", "no abstract names"),
+        ("unix:\0ps-0", "no abstract names"),
+        ("unix-abstract:ps-0", "is written unix:/PATH"),
+        ("unix:///tmp/ps-0", "is written unix:/PATH"),
+        ("unix:/", "needless /"),
+        ("unix:/tmp/../ps-0", "needless /"),
+        ("unix:/tmp//ps-0", "needless /"),
+        ("unix:/tmp/ps-0/", "needless /"),
+        ("unix:/tmp/ps 0", "letters, digits"),
+        ("unix:/tmp/ps%200", "letters, digits"),
+        ("unix:/tmp/ps-0\n", "letters, digits"),
+        ("unix:/tmp/ps-ü", "letters, digits"),
+        ("unix:/tmp/ps-0.lock", "for what stands beside a socket"),
+        ("unix:/tmp/ps-0.data", "for what stands beside a socket"),
+        ("unix:/" + "x" * MAX_PATH_BYTES, "at most 99 bytes, not 100"),
+        ("unix_:/tmp/ps-0", "1 to 65535"),
+    ],
+)
+def test_paths_that_are_none_of_a_socket(text: str, reason: str) -> None:
+    assert reason in message_of(lambda: parse_address(text, "the key"))
+    assert reason in message_of(lambda: ClusterSpec({"ps": [text]}))
+
+
+def test_unix_sockets_are_addresses(set_config: Callable[..., None]) -> None:
+    """In a spec and its dict, TF_CONFIG, and both resolvers; each path once."""
+    longest = "unix:/" + "x" * (MAX_PATH_BYTES - 1)
+    cluster = {"chief": ["unix:/run/Job/chief-0"], "ps": ["unix:/run/job/ps-0", longest], "worker": ["w0:2222"]}
+    spec = ClusterSpec(cluster)
+    assert spec.as_dict() == cluster
+    assert parse_address(longest) == (longest.removeprefix("unix:"), 0)
+    assert parse_address("w0:2222") == ("w0", 2222)
+    assert all(is_on_this_machine(spec.task_address("ps", index)) for index in (0, 1))
+    assert not is_on_this_machine("w0:2222")
+    set_config(cluster=cluster, task={"type": "ps", "index": 1})
+    config = TFConfig.from_environ()
+    assert TFConfig.parse(config.to_json()) == config
+    resolver = TFConfigClusterResolver(rpc_layer="grpc")
+    assert resolver.cluster_spec() == SimpleClusterResolver(spec).cluster_spec() == spec
+    assert resolver.master("ps", 0) == "grpc://unix:/run/job/ps-0"
+    twice = {"ps": ["unix:/run/job/ps-0"], "worker": ["unix:/run/job/ps-0"]}
+    assert "cluster.ps[0] has that address too" in message_of(lambda: ClusterSpec(twice))
+    assert ClusterSpec({"ps": ["unix:/run/job/ps-0", "unix:/run/job/PS-0"]}), "paths have cases"
 
 
 # --- ClusterSpec (row 1) ---------------------------------------------------------------------------------

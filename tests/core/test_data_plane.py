@@ -7,6 +7,7 @@ import gc
 import logging
 import socket
 import struct
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
@@ -19,10 +20,11 @@ import numpy as np
 import pytest
 from tests.conftest import PATIENCE, until
 
+from pscluster.core import unix_sockets
 from pscluster.core.data_plane import client as client_module
 from pscluster.core.data_plane import connection as connection_module
 from pscluster.core.data_plane import server as server_module
-from pscluster.core.data_plane.client import DataPort, DataStream, PromptStream
+from pscluster.core.data_plane.client import DataPort, DataStream, PromptStream, Where
 from pscluster.core.data_plane.connection import (
     _LOOPBACK_CONGESTION,
     _LOOPBACK_SEND_BYTES,
@@ -33,7 +35,7 @@ from pscluster.core.data_plane.connection import (
     tuned,
 )
 from pscluster.core.data_plane.context import DataContext
-from pscluster.core.data_plane.server import MAX_STRANGERS, DataServer
+from pscluster.core.data_plane.server import MAX_STRANGERS, DataServer, listen
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.identity import make_identity
 from pscluster.core.limits import MAX_CALL_BYTES, MAX_MESSAGE_BYTES
@@ -108,7 +110,16 @@ def authenticator() -> Authenticator:
 
 
 @pytest.fixture
-def server(service: Service, authenticator: Authenticator) -> Iterator[DataServer]:
+def short_folder() -> Iterator[Path]:
+    """As sockets need: pytest's own are too long."""
+    with tempfile.TemporaryDirectory(prefix="psc-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def server(
+    request: pytest.FixtureRequest, service: Service, authenticator: Authenticator, short_folder: Path
+) -> Iterator[DataServer]:
     """Serves it, to those with the token."""
     handlers: dict[str, Any] = {
         "Echo": grpc.stream_stream_rpc_method_handler(service.echo),
@@ -117,18 +128,27 @@ def server(service: Service, authenticator: Authenticator) -> Iterator[DataServe
         "Same": grpc.unary_unary_rpc_method_handler(_same, bytes.decode, str.encode),
     }
     generic: Any = grpc.method_handlers_generic_handler("test", handlers)
-    running = DataServer("127.0.0.1", 0, [generic], [], authenticator)
+    listener = (
+        listen("127.0.0.1", 0) if request.param == "tcp" else unix_sockets.listen(str(short_folder / "ps-0.data"))
+    )
+    running = DataServer(listener, [generic], [], authenticator)
     running.start()
     yield running
     service.ended.set()
     running.stop()
 
 
+def where(server: DataServer) -> Where:
+    """Where it listens."""
+    found: Where = server._listener.getsockname()
+    return found
+
+
 @pytest.fixture
 def port(server: DataServer) -> Iterator[DataPort]:
     """A client's."""
     made = DataPort("ps 0", TOKEN)
-    made.is_at("127.0.0.1", server.port)
+    made.is_at(where(server))
     yield made
     made.drop()
 
@@ -163,8 +183,10 @@ def called(port: DataPort, method: str, *requests: bytes) -> tuple[list[bytes], 
 
 def connected(server: DataServer) -> socket.socket:
     """A plain connection."""
-    made = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+    at = where(server)
+    made = socket.socket(socket.AF_UNIX if isinstance(at, str) else socket.AF_INET)
     made.settimeout(PATIENCE)
+    made.connect(at)
     return made
 
 
@@ -173,7 +195,7 @@ def is_closed(plain: socket.socket) -> bool:
     try:
         while plain.recv(1 << 16):
             pass
-    except ConnectionResetError:
+    except (ConnectionResetError, BrokenPipeError):
         pass
     return True
 
@@ -264,7 +286,7 @@ def test_a_call_that_ends_before_the_client_does_takes_its_connection_along(port
 def test_without_the_token(server: DataServer, method: str) -> None:
     """A call that nothing goes before is refused, with a sentence, and its connection closed."""
     port = DataPort("ps 0")
-    port.is_at("127.0.0.1", server.port)
+    port.is_at(where(server))
     stream = open_stream(port, method)
     stream.send(b"3")
     answers, end = rest_of(stream)
@@ -278,7 +300,7 @@ def test_without_the_token(server: DataServer, method: str) -> None:
 def test_another_token(server: DataServer, caplog: pytest.LogCaptureFixture) -> None:
     """The client learns it from the handshake, and has the call go another way."""
     port = DataPort("ps 0", TOKEN[::-1])
-    port.is_at("127.0.0.1", server.port)
+    port.is_at(where(server))
     with caplog.at_level(logging.INFO, client_module.__name__):
         assert port.open("/test/Echo", METADATA) is None
     assert "this cluster asks for a token" in caplog.text
@@ -289,7 +311,7 @@ def test_a_thief_on_the_port(server: DataServer, port: DataPort) -> None:
     """Who listens there without the token gets a handshake, which is good for nothing, and not a byte of the call."""
     for answer in (b"", _packet(Kind.HANDSHAKE), _packet(Kind.MESSAGE, b"x"), _of_another_role()):
         with socket.create_server(("127.0.0.1", 0)) as thief, ThreadPoolExecutor(1) as pool:
-            port.is_at("127.0.0.1", thief.getsockname()[1])
+            port.is_at(("127.0.0.1", thief.getsockname()[1]))
             opening = pool.submit(port.open, "/test/Echo", METADATA)
             taken, _ = thief.accept()
             with taken:
@@ -308,7 +330,7 @@ def test_a_thief_on_the_port(server: DataServer, port: DataPort) -> None:
             plain.sendall(stolen + _packet(Kind.PROOF, bytes(32)) + _packet(Kind.CALL, _call("Same")))
             assert plain.recv(8, socket.MSG_WAITALL)[4] == Kind.HANDSHAKE
             assert is_closed(plain)
-    port.is_at("127.0.0.1", server.port)
+    port.is_at(where(server))
     assert called(port, "Same", b"x")[0] == [b"x"]
 
 
@@ -324,7 +346,7 @@ def test_what_was_recorded_of_a_connection_opens_none(server: DataServer) -> Non
             real(*packets)
 
         friend_side.send = send  # type: ignore[method-assign]
-        DataPort._shake_hands(friend_side, Secret.of(TOKEN), ("127.0.0.1", server.port))
+        DataPort._shake_hands(friend_side, Secret.of(TOKEN), where(server))
         friend_side.send((Kind.CALL, (_call("Echo"),)), (Kind.MESSAGE, (b"x",)))
         assert friend_side.receive() == (Kind.MESSAGE, b"x")
         stolen = b"".join(recorded[:2])
@@ -355,11 +377,11 @@ def test_a_token_that_is_accepted_no_more(port: DataPort, tmp_path: Path, servic
     authenticator = Authenticator(Token.of([TOKEN, TOKEN[::-1]], file), make_identity("ps", 0))
     handlers: dict[str, Any] = {"Echo": grpc.stream_stream_rpc_method_handler(service.echo)}
     generic: Any = grpc.method_handlers_generic_handler("test", handlers)
-    running = DataServer("127.0.0.1", 0, [generic], [], authenticator)
+    running = DataServer(listen("127.0.0.1", 0), [generic], [], authenticator)
     running.start()
     authenticator.start()
     try:
-        port.is_at("127.0.0.1", running.port)
+        port.is_at(where(running))
         stream = open_stream(port)
         stream.send(b"wait")
         assert service.began.wait(PATIENCE)
@@ -452,21 +474,21 @@ def test_a_port_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
     port = DataPort("ps 3")
     assert not port.usable()
     assert port.open("/test/Echo", METADATA) is None
-    port.is_at("127.0.0.1", number)
+    port.is_at(("127.0.0.1", number))
     assert port.usable()
     with caplog.at_level(logging.INFO, client_module.__name__):
         assert port.open("/test/Echo", METADATA) is None
     assert f"ps 3: its data port {number}" in caplog.text
     assert not port.usable()  # for a while
-    port.is_at("127.0.0.1", number)
+    port.is_at(("127.0.0.1", number))
     assert not port.usable()  # it is the same
-    port.is_at("127.0.0.1", number + 1)
+    port.is_at(("127.0.0.1", number + 1))
     assert port.usable()
-    port.is_at("127.0.0.1", 0)
+    port.is_at(None)
     assert not port.usable()
 
 
-def test_no_place_is_left(port: DataPort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_place_is_left(port: DataPort, server: DataServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "data_connections", lambda: 2)
     streams = [open_stream(port), open_stream(port)]
     for stream in streams:
@@ -474,8 +496,8 @@ def test_no_place_is_left(port: DataPort, monkeypatch: pytest.MonkeyPatch) -> No
         assert stream.receive() == b"x"
     assert port.open("/test/Echo", METADATA) is None
     assert not port.usable()  # others go over gRPC from now on
-    assert port._where is not None
-    port.is_at(*port._where)
+    assert port.where is None  # it is asked for
+    port.is_at(where(server))
     assert not port.usable()  # that the server can be reached was known
     for stream in streams:
         stream.close()
@@ -556,7 +578,7 @@ def test_garbage(server: DataServer, port: DataPort, garbage: bytes) -> None:
 def test_garbage_of_a_friend(server: DataServer, port: DataPort, garbage: bytes) -> None:
     """Somebody who has the token, and whose packets make no sense, loses the connection, too."""
     with connected(server) as plain:
-        DataPort._shake_hands(Connection(plain), Secret.of(TOKEN), ("127.0.0.1", server.port))
+        DataPort._shake_hands(Connection(plain), Secret.of(TOKEN), where(server))
         plain.sendall(garbage)
         if garbage.endswith(b"cut short"):
             plain.shutdown(socket.SHUT_WR)
@@ -577,18 +599,18 @@ def test_garbage_comes(answer: bytes, code: grpc.StatusCode) -> None:
     """From a stranger, who has the port by now: it is left alone until the role is elsewhere."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = DataPort("ps 0")
-        port.is_at("127.0.0.1", number := listener.getsockname()[1])
+        port.is_at(("127.0.0.1", number := listener.getsockname()[1]))
         for moved in (True, False):
             stream = open_stream(port)
             other, _ = listener.accept()
             if moved:
-                port.is_at("127.0.0.2", number)
+                port.is_at(("127.0.0.2", number))
             with other:
                 other.sendall(answer)
                 assert rest_of(stream)[1].code() is code
             stream.close()
             assert port.usable() == (moved or code is grpc.StatusCode.INTERNAL)
-            port.is_at("127.0.0.1", number)
+            port.is_at(("127.0.0.1", number))
             assert port.usable() == (moved or code is grpc.StatusCode.INTERNAL)
 
 

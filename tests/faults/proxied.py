@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import socket
 from contextlib import suppress
+from typing import Any
 
 from tests.faults.proxy import Proxy
 
@@ -88,6 +89,10 @@ class ProxiedCluster(LocalCluster):
     """
 
     links: dict[tuple[str, int], Link]
+
+    def __init__(self, num_ps: int, num_workers: int, **options: Any) -> None:
+        """As the base's; links are of ports."""
+        super().__init__(num_ps, num_workers, transport="tcp", **options)
 
     def addresses(self, role: str) -> list[str]:
         """Where the links begin."""

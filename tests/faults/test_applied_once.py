@@ -186,7 +186,7 @@ def job_behind_proxies(role: str, **options: Any) -> Iterator[tuple[Job, list[Pr
             tasks[role] = [proxy.address for proxy in proxies]
             return SimpleClusterResolver(ClusterSpec(tasks))
 
-        job = stack.enter_context(running_job(connect_to=behind, **options))
+        job = stack.enter_context(running_job(connect_to=behind, transport="tcp", **options))
         yield job, proxies
 
 

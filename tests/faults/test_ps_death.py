@@ -61,12 +61,12 @@ def test_the_next_calls_name_the_server_that_died() -> None:
 
 
 @pytest.mark.timeout(45)  # less than an attempt may take whose server answers
-@pytest.mark.parametrize("data_port", ["0", "off"])
-def test_a_server_that_is_frozen_for_good(monkeypatch: pytest.MonkeyPatch, data_port: str) -> None:
+@pytest.mark.parametrize(("transport", "data_port"), [("unix", "0"), ("tcp", "0"), ("unix", "off")])
+def test_a_server_that_is_frozen_for_good(monkeypatch: pytest.MonkeyPatch, transport: str, data_port: str) -> None:
     """Whatever waits for it is given up by `ps_timeout`, though the kernel takes all that is sent there."""
     monkeypatch.setenv(DATA_PORT_VARIABLE, data_port)
     with (
-        LocalCluster(2, 1, restart=False, log_level="ERROR", grace=0.5) as cluster,
+        LocalCluster(2, 1, restart=False, transport=transport, log_level="ERROR", grace=0.5) as cluster,
         ParameterServerStrategy(cluster, FixedShardsPartitioner(2), ps_timeout=2) as strategy,
     ):
         with strategy.scope():

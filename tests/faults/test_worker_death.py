@@ -324,7 +324,7 @@ def test_a_frozen_worker() -> None:
 @pytest.mark.parametrize("tls", [False, True])
 def test_freezes_leave_no_connections(tls: bool) -> None:
     """Frozen beyond its lease and thawed several times, a worker has as many connections afterwards as before."""
-    with running_job(worker_lease=1.0, tls=tls) as job, no_collection():
+    with running_job(worker_lease=1.0, tls=tls, transport="tcp") as job, no_collection():
         port = int(job.cluster.cluster_spec().task_address("worker", 0).rpartition(":")[2])
         pid = job.coordinator.schedule(os.getpid).fetch()
         before = 3 if tls else 2  # of the attachment, of the lease, and where there is no data plane of the functions

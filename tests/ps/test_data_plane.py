@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +30,7 @@ from pscluster.core.channels import PeerAddress
 from pscluster.core.data_plane import client as data_client
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.serving import DATA_PORT_VARIABLE, data_port_of
-from pscluster.core.streams import DirectStream
+from pscluster.core.streams import DirectStream, StreamEndedError
 from pscluster.ps.client import PsClient
 from pscluster.ps.connections import Session
 
@@ -81,7 +84,10 @@ def test_functions_go_over_the_data_plane(cluster: LocalCluster, strategy: Param
 def test_another_address_of_the_server_stays_on_its_way(strategy: ParameterServerStrategy, large: Variable) -> None:
     """As of a proxy: what is dialled there must not go past it."""
     for server in strategy.client._servers:
-        server.peer = PeerAddress("ps", server.peer.index, server.peer.address.replace("127.0.0.1", "localhost"))
+        path = Path(server.peer.address.removeprefix("unix:"))
+        with contextlib.suppress(FileExistsError):
+            os.symlink(path, path.with_name(f"ps-9{server.peer.index}"))
+        server.peer = PeerAddress("ps", server.peer.index, f"unix:{path.with_name(f'ps-9{server.peer.index}')}")
         server.hello()
         server.drop_sessions()
     check(large)
@@ -96,7 +102,7 @@ def test_a_port_that_is_blocked(
 ) -> None:
     check(large)
     with monkeypatch.context() as patch:
-        patch.setattr("socket.create_connection", blocked)
+        patch.setattr(data_client, "_connected", blocked)
         for server in strategy.client._servers:
             server.drop_sessions()
         check(large)
@@ -116,11 +122,12 @@ def test_a_port_that_could_never_be_reached(
 ) -> None:
     """What reaches the server otherwise says nothing about it."""
     server = strategy.client._servers[0]
-    host, port = server._data._where or ("", 0)
+    place = server._data._place
+    assert place is not None
     with monkeypatch.context() as patch:
-        patch.setattr("socket.create_connection", blocked)
-        server._data.is_at(host, 1)
-        server._data.is_at(host, port)  # as if it had just begun
+        patch.setattr(data_client, "_connected", blocked)
+        server._data.is_at(("127.0.0.1", 1))
+        server._data.is_at(*place)  # as if it had just begun
         server.drop_sessions()
         check(large)
     for _ in range(2):
@@ -145,49 +152,100 @@ def job() -> Iterator[tuple[LocalCluster, ParameterServerStrategy]]:
 
 
 def test_a_server_that_is_started_again(job: tuple[LocalCluster, ParameterServerStrategy]) -> None:
-    """Its next process has another port."""
+    """Its next process has the same socket, and other sessions."""
     cluster, strategy = job
     with strategy.scope():
         variable = Variable(np.zeros(3, np.float32), name="v")
     variable.assign_add(np.ones(3, np.float32))
     server = strategy.client._servers[0]
-    before = server._data._where
+    before = server._data._place
     strategy.client.check_saved(["v"])
     cluster.wait_restarted("ps", 0, cluster.kill("ps", 0), timeout=PATIENCE)
     variable.assign_add(np.ones(3, np.float32))
     assert session_of(strategy.client).direct
-    assert server._data._where != before
+    assert before is not None
+    assert server._data._place is not None
+    assert server._data._place[0] == before[0]
+    assert server._data._place[1] != before[1]
 
 
-def test_another_program_has_the_port_of_a_server_that_died(job: tuple[LocalCluster, ParameterServerStrategy]) -> None:
-    """Its answer is none of the server's, which says where it is now."""
-    cluster, strategy = job
-    with strategy.scope():
-        large = Variable(np.arange(LARGE, dtype=np.float32), name="large")
-    server = strategy.client._servers[0]
-    before = server._data._where
-    assert before
-    strategy.client.check_saved(["large"])
-    cluster.wait_restarted("ps", 0, cluster.kill("ps", 0), timeout=PATIENCE)
-    with socket.create_server(before) as stranger:
+_TAKE = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+for port in sys.argv[1:]:
+    for share in (False, True):
+        with socket.socket() as thief:
+            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, share)
+            try:
+                thief.bind(("127.0.0.1", int(port)))
+                print("taken")
+            except OSError as error:
+                print(error.errno)
+"""
 
-        def greet() -> None:
-            greeted, _ = stranger.accept()
-            with greeted:
-                greeted.sendall(bytes(64))  # before it is asked, as servers of HTTP/2 do
-                with contextlib.suppress(ConnectionResetError):
-                    while greeted.recv(1 << 16):
-                        pass
 
-        greeter = threading.Thread(target=greet)
-        greeter.start()
-        server._data.is_at("127.0.0.1", 1)
-        server._data.is_at(*before)  # as if nobody had asked the server since, nor had a connection to it
+def test_a_thief_of_the_port_of_a_server_that_died() -> None:
+    """Over TCP: another user gets neither port; somebody of this user, who may, gets a handshake, and is forgotten."""
+    with (
+        LocalCluster(1, 1, transport="tcp", restart=False, log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster) as strategy,
+    ):
+        with strategy.scope():
+            large = Variable(np.arange(LARGE, dtype=np.float32), name="large")
+        server = strategy.client._servers[0]
+        before = server._data._place
+        assert before
+        where = before[0]
+        assert isinstance(where, tuple)
+        strategy.client.check_saved(["large"])
+        cluster.kill("ps", 0)
+        if os.geteuid() == 0:
+            ports = server.peer.address.rpartition(":")[2], str(where[1])
+            took = subprocess.run([sys.executable, "-I", "-S", "-c", _TAKE, *ports], capture_output=True, check=True)
+            assert took.stdout.split() == [str(errno.EADDRINUSE).encode()] * 4
+        with socket.create_server(where, reuse_port=True) as thief:
+            taken = list[bytes]()
+
+            def greet() -> None:
+                greeted, _ = thief.accept()
+                with greeted:
+                    taken.append(greeted.recv(1 << 16))
+                    greeted.sendall(bytes(64))
+
+            greeter = threading.Thread(target=greet)
+            greeter.start()
+            server._data.is_at(("127.0.0.1", 1))
+            server._data.is_at(*before)  # as if it had not been noticed yet that the server is dead
+            assert server._data.open("/test", ()) is None
+            greeter.join(PATIENCE)
+        assert not greeter.is_alive(), "nobody came"
+        assert cluster.token.encode() not in taken[0]
+        assert server._data._forgotten
+        cluster.restart("ps", 0, timeout=PATIENCE)
         check(large)
-        greeter.join(PATIENCE)
-    assert not greeter.is_alive(), "nobody came"
-    assert server._data._where != before
+        assert server._data.where == where
+        assert session_of(strategy.client).direct
+
+
+def test_what_was_forgotten_is_asked_for(strategy: ParameterServerStrategy, large: Variable) -> None:
+    """A connection that breaks, while the server lives, takes what was known along; who comes later asks anew."""
+    check(large)
+    server = strategy.client._servers[0]
+    before = server._data._place
+    session = server.take_session()
+    server._data.drop()
+    session._stream._connection._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # not by `cancel`
+    with pytest.raises(StreamEndedError):
+        session._stream.receive()
+    session.close()
+    assert server._data._forgotten
+    server.drop_sessions()
+    assert not session_of(strategy.client).direct, "not at once"
+    server._data._avoid_until = 0.0  # a second later
     assert session_of(strategy.client).direct
+    assert server._data._place == before
 
 
 def test_without_a_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +305,15 @@ def test_ports_that_are_none(text: str) -> None:
 
 
 def test_a_port_for_one_process_does_not_keep_a_local_cluster_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP each server has its own; over Unix sockets none has one."""
     monkeypatch.setenv(DATA_PORT_VARIABLE, "47123")
-    with LocalCluster(2, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
-        assert all(session_of(strategy.client, server).direct for server in range(2))
-        ports = {server._data._where for server in strategy.client._servers}
-        assert len(ports) == 2
-        assert ("127.0.0.1", 47123) not in ports
+    for transport, kind in (("tcp", tuple), ("unix", str)):
+        with (
+            LocalCluster(2, 1, transport=transport, log_level="ERROR") as cluster,
+            ParameterServerStrategy(cluster) as strategy,
+        ):
+            assert all(session_of(strategy.client, server).direct for server in range(2))
+            found = {server._data.where for server in strategy.client._servers}
+            assert len(found) == 2
+            assert {type(where) for where in found} == {kind}
+            assert ("127.0.0.1", 47123) not in found

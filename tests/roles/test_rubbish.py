@@ -34,7 +34,7 @@ GROWTH = 64 << 20  # far more than the rubbish sent, far less than what it decla
 @pytest.fixture
 def cluster() -> Iterator[LocalCluster]:
     """One server and one worker that must survive."""
-    with LocalCluster(1, 1, restart=False, log_level="ERROR") as cluster:
+    with LocalCluster(1, 1, restart=False, transport="tcp", log_level="ERROR") as cluster:
         yield cluster
 
 

@@ -96,6 +96,13 @@ for _name, _module, _attribute, _summary in (
     metavar="PORT|off",
     help="Where the coordinator serves /metrics; the roles take free ports. Or $PSCLUSTER_METRICS_PORT.",
 )
+@click.option(
+    "--transport",
+    type=click.Choice(["unix", "tcp"]),
+    show_default="unix; tcp with --tls",
+    help="How the processes talk: over Unix sockets, which no other user can open, or ports of 127.0.0.1.",
+)
+@click.option("--tls", is_flag=True, help="Over TCP, with certificates made for this run, which all have to show.")
 @add_pickle_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -105,6 +112,8 @@ def run_command(
     max_restarts: int,
     log_level: str,
     metrics_port: str,
+    transport: str | None,
+    tls: bool,
     allow_pickle: bool | None,
     functions_from: tuple[str, ...],
     data_from: tuple[str, ...],
@@ -133,6 +142,8 @@ def run_command(
             log_format=log_format,
             dashboard=dashboard,
             dashboard_address=dashboard_address,
+            transport=transport,
+            tls=tls,
         )
     )
 
@@ -141,13 +152,13 @@ def run_command(
 @click.argument("address")
 @credentials_options
 def health_command(address: str, token_file: Path | None, tls_folder: Path | None, insecure: bool) -> None:
-    """Ask the role at ADDRESS (HOST:PORT) whether it serves. Exit code 0: yes, 1: no."""
+    """Ask the role at ADDRESS (HOST:PORT or unix:PATH) whether it serves. Exit code 0: yes, 1: no."""
     from pscluster.coordinator.health import is_healthy
-    from pscluster.core.cluster import split_address
+    from pscluster.core.cluster import parse_address
     from pscluster.core.tls import INSECURE_VARIABLE, check_plain, is_set, load_tls, token_for
     from pscluster.core.tokens import load_token
 
-    split_address(address)
+    parse_address(address)
     tls, insecure = load_tls("tool", tls_folder), insecure or is_set(INSECURE_VARIABLE)
     token = token_for(load_token(token_file), [address], tls, insecure=insecure, create=False)
     check_plain(address, address, token, tls, insecure=insecure)

@@ -17,6 +17,9 @@ The waiters were preferred to one selector over pidfds: they work wherever there
 one machine has dozens of processes, not thousands. All state is guarded by one condition, which is notified
 at every change; processes are started, and logs written, outside of it.
 
+The processes talk over Unix sockets in a folder that no other user can enter, or over TCP on loopback: then ports for
+gRPC and for data stay reserved for the cluster's life, also while a process is dead.
+
 What may be lost: of a parameter server that dies what `durability` says, of a worker the functions in flight,
 which the coordinator hands out anew. When this process dies, however it does, the children see the end of their
 standard input and stop in order by themselves; only one that hangs at that very moment stays behind. What was kept
@@ -49,7 +52,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from pscluster.coordinator.launcher import Report, Reports
-from pscluster.coordinator.own_folder import OwnFolder
+from pscluster.coordinator.own_folder import OwnFolder, folder_for_sockets
 from pscluster.coordinator.supervisor import (
     Action,
     Event,
@@ -83,6 +86,8 @@ from pscluster.core.serving import (
 from pscluster.core.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE, Tls, load_tls
 from pscluster.core.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
 from pscluster.core.trust import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
+from pscluster.core.unix_sockets import address_of
+from pscluster.core.unix_sockets import supported as has_unix_sockets
 from pscluster.ps.durable.keeper import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
 
 logger = logging.getLogger("pscluster.local_cluster")
@@ -98,6 +103,7 @@ _OURS = frozenset(
         PICKLE_VARIABLE,
     }
 )
+TRANSPORTS = ("unix", "tcp")
 _SHARES_PORTS = hasattr(socket, "SO_REUSEPORT")
 # What ends a process that does nothing about it, so that kill() can wait for the end.
 _DEADLY = frozenset(
@@ -114,6 +120,9 @@ _DEADLY = frozenset(
         signal.SIGTERM,
     }
 )
+
+
+_LOOPBACK = "127.0.0.1"
 
 
 class LocalClusterError(PsClusterError):
@@ -141,6 +150,7 @@ class LocalCluster(ClusterResolver, StaysHere):
             takes it from here.
         tls: the certificates of a coordinator in this process, once it is started; None where there are none.
         tls_folder: where those of all roles are; "" where there are none.
+        transport: how the processes talk: "unix" or "tcp".
         task_type, task_id, rpc_layer, environment: as of any resolver; the process that holds the cluster is
             its chief.
     """
@@ -155,7 +165,8 @@ class LocalCluster(ClusterResolver, StaysHere):
         until_done: bool = False,
         restart: bool = True,
         max_restarts: int = 10,
-        host: str = "127.0.0.1",
+        transport: str | None = None,
+        host: str | None = None,
         env: Mapping[str, str] | None = None,
         log_level: str = "WARNING",
         log_format: str = "text",
@@ -178,14 +189,16 @@ class LocalCluster(ClusterResolver, StaysHere):
             restart: whether a process that dies is started again. Without, `restart()` does it.
             max_restarts: restarts in a row that a task may have. A process that stays up for ten minutes
                 gives its task the whole number back.
-            host: where the processes listen.
+            transport: "unix", Unix sockets in a folder of this user's own, or "tcp", ports of the host. Default: "tcp"
+                where a host or certificates are asked for, else "unix".
+            host: where the processes listen, over TCP. Default: 127.0.0.1.
             env: added to the environment that the processes inherit from this one; for example
                 `{"OMP_NUM_THREADS": "1"}` where several workers share few cores.
             log_level: of the processes, which log to this one's standard error.
             log_format: "text", lines for people, or "json", an object a line.
             token: the cluster token. Default: a random one.
             tls: whether the processes have certificates, made for this cluster, and ask each other for them. Default:
-                where the host is not loopback.
+                where the host is not loopback. Only over TCP.
             cwd: the processes' working directory. Default: this one's.
             grace: seconds that a process has to stop in after SIGTERM, before it is killed. The roles take up
                 to 10 s for what runs to end; a stop of the cluster takes twice the grace at most.
@@ -223,15 +236,16 @@ class LocalCluster(ClusterResolver, StaysHere):
         if log_format not in LOG_FORMATS:
             raise ConfigurationError(f"log_format is {log_format!r}; give one of {', '.join(LOG_FORMATS)}")
         kind = durability_named(durability)
+        self.transport = _transport_of(transport, host, tls)
         if cwd is not None and not Path(cwd).is_dir():
             raise ConfigurationError(f"cwd is {os.fspath(cwd)!r}, which is no directory")
         self.token = new_token() if token is None else str(load_token(None, {TOKEN_VARIABLE: token}))
         super().__init__("chief", 0, "grpc", "")
         self.tls: Tls | None = None
         self.tls_folder = ""
-        self._wants_tls = not is_loopback(host) if tls is None else tls
+        self._host = host or _LOOPBACK
+        self._wants_tls = not is_loopback(self._host) if tls is None else tls
         self._counts = {"ps": num_ps, "worker": num_workers}
-        self._host = host
         self._env = {**_one_share_of_cores(num_workers), **(env or {}), DURABILITY_VARIABLE: kind.value}
         # A port that is given would be one process': on one machine each role takes a free one.
         for variable, port_of in ((METRICS_PORT_VARIABLE, metrics_port_of), (DATA_PORT_VARIABLE, data_port_of)):
@@ -246,7 +260,7 @@ class LocalCluster(ClusterResolver, StaysHere):
                 cwd, script and os.path.dirname(os.path.abspath(script))
             )
         self._state_dir = None if state_dir is None else os.path.abspath(state_dir)
-        self._own_folder: OwnFolder | None = None  # to be removed
+        self._own_folders: list[OwnFolder] = []  # to be removed
         self._cwd = cwd
         self._command = _command
         self._on_failure = _on_failure
@@ -264,7 +278,8 @@ class LocalCluster(ClusterResolver, StaysHere):
         self._processes: dict[TaskKey, subprocess.Popen[bytes]] = {}
         self._waiters: dict[int, threading.Thread] = {}  # by pid; the monitor's own
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._reserved: dict[TaskKey, socket.socket] = {}
+        self._reserved: dict[TaskKey, list[socket.socket]] = {}
+        self._data_ports: dict[TaskKey, int] = {}
         self._spec: ClusterSpec | None = None
         self._monitor: threading.Thread | None = None
         self._owner = 0  # the process that started it
@@ -284,7 +299,7 @@ class LocalCluster(ClusterResolver, StaysHere):
             return list(_running)
 
     def start(self) -> Self:
-        """Reserve the ports and start the processes; returns when all are started, though not yet serving.
+        """Reserve the addresses and start the processes; returns when all are started, though not yet serving.
 
         Raises:
             ConfigurationError: the host does not resolve or is not of this machine.
@@ -296,7 +311,7 @@ class LocalCluster(ClusterResolver, StaysHere):
             if self._monitor is not None:
                 return self
             try:
-                self._reserve_ports()
+                self._reserve_addresses()
                 self._make_own_folder()
             except BaseException:
                 self._let_go()
@@ -335,7 +350,8 @@ class LocalCluster(ClusterResolver, StaysHere):
     def _make_own_folder(self) -> None:
         state_dir = self._state_dir
         if state_dir is None or self._wants_tls:
-            own = self._own_folder = OwnFolder()
+            own = OwnFolder()
+            self._own_folders.append(own)
             if self._wants_tls:
                 self._make_certificates(own.tls)
             state_dir = state_dir or str(own.state)
@@ -452,11 +468,12 @@ class LocalCluster(ClusterResolver, StaysHere):
         return TFConfig(self.cluster_spec(), Task(role, index), "grpc").to_json()
 
     def hand_over_port(self, role: str, index: int) -> list[str]:
-        """To be called just before a process listens on a task's port: the options that the process needs."""
-        if _SHARES_PORTS:
+        """To be called just before a process listens at a task's address: the options that the process needs."""
+        # Of coordinators there may be two for a while.
+        if _SHARES_PORTS if self.transport == "tcp" else role == "chief":
             return ["--share-port"]
-        if (role, index) in self._reserved:
-            self._reserved.pop((role, index)).close()
+        for reserved in self._reserved.pop((role, index), ()):
+            reserved.close()
         return []
 
     # --- processes ---
@@ -588,8 +605,11 @@ class LocalCluster(ClusterResolver, StaysHere):
             or all(state.starts for state in self._supervisor.states())
         )
 
-    def _reserve_ports(self) -> None:
-        """Hold a free port for each task and the chief.
+    def _reserve_addresses(self) -> None:
+        """Hold an address for each task and the chief.
+
+        Sockets need a folder that is ours; who listens in it locks each. Of ports, each process has one for gRPC, and
+        the roles one for data.
 
         A port that is looked for, closed and handed on may be taken by somebody else before the child binds
         it, and again at every restart. So the sockets stay bound for the cluster's life. They never listen,
@@ -597,17 +617,25 @@ class LocalCluster(ClusterResolver, StaysHere):
         port. Where the platform lacks it, the socket is closed just before the child starts, and the race is
         small.
         """
+        tasks = [(role, index) for role, count in {"chief": 1, **self._counts}.items() for index in range(count)]
         addresses: dict[str, list[str]] = {}
-        sockets: dict[TaskKey, socket.socket] = {}
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        with contextlib.ExitStack() as undo:
-            for role, count in {"chief": 1, **self._counts}.items():
-                for index in range(count):
-                    reserved = undo.enter_context(_reserve_port(self._host))
-                    sockets[role, index] = reserved
-                    addresses.setdefault(role, []).append(f"{host}:{reserved.getsockname()[1]}")
-            self._spec, self._reserved = ClusterSpec(addresses, source="LocalCluster"), sockets
-            undo.pop_all()
+        if self.transport == "unix":
+            folder = folder_for_sockets()
+            self._own_folders.append(folder)
+            for role, index in tasks:
+                addresses.setdefault(role, []).append(address_of(folder.path / f"{role}-{index}"))
+        else:
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            has_data = self._env[DATA_PORT_VARIABLE] != "off" and not self._wants_tls
+            for role, index in tasks:
+                mine = self._reserved.setdefault((role, index), [])
+                for _ in range(2 if has_data and role != "chief" else 1):
+                    mine.append(_reserve_port(self._host))
+                ports = [reserved.getsockname()[1] for reserved in mine]
+                addresses.setdefault(role, []).append(f"{host}:{ports[0]}")
+                if len(ports) > 1:
+                    self._data_ports[role, index] = ports[1]
+        self._spec = ClusterSpec(addresses, source="LocalCluster")
 
     def _run(self) -> None:
         """The monitor."""
@@ -675,12 +703,15 @@ class LocalCluster(ClusterResolver, StaysHere):
     def _start_process(self, task: TaskKey) -> Started | StartFailed:
         role, index = task
         command = self._command or (sys.executable, "-m", f"pscluster.{role}")
+        env = dict(self._env)
+        if (port := self._data_ports.get(task)) is not None:
+            env[DATA_PORT_VARIABLE] = str(port)
         try:
             process = subprocess.Popen(  # noqa: S603 (our own command line)
                 [*command, *self._options, *self.hand_over_port(role, index)],
                 stdin=subprocess.PIPE,  # nothing is written: its end says that this process is gone
                 bufsize=0,
-                env=child_environ(self._env, self.tf_config(role, index), self.token, self.tls_folder),
+                env=child_environ(env, self.tf_config(role, index), self.token, self.tls_folder),
                 cwd=self._cwd,
                 # Ctrl-C in the terminal reaches this process only, which then stops the children in order.
                 start_new_session=True,
@@ -735,11 +766,25 @@ class LocalCluster(ClusterResolver, StaysHere):
 
     def _let_go(self) -> None:
         """Of the ports, and of what is on disk."""
-        for reserved in self._reserved.values():
-            reserved.close()
-        own, self._own_folder = self._own_folder, None
-        if own is not None:
-            own.remove()
+        while self._reserved:
+            for reserved in self._reserved.popitem()[1]:
+                reserved.close()
+        while self._own_folders:
+            self._own_folders.pop().remove()
+
+
+def _transport_of(asked: str | None, host: str | None, tls: bool | None) -> str:
+    """How the processes are to talk. ConfigurationError if what was asked for does not go together."""
+    wants_tcp = host is not None or bool(tls)
+    if asked is None:
+        return "tcp" if wants_tcp or not has_unix_sockets() else "unix"
+    if asked not in TRANSPORTS:
+        raise ConfigurationError(f"transport is {asked!r}; give one of {', '.join(TRANSPORTS)}")
+    if asked == "unix" and wants_tcp:
+        raise ConfigurationError('transport is "unix", but host= and tls=True are for TCP; give transport="tcp"')
+    if asked == "unix" and not has_unix_sockets():
+        raise ConfigurationError('transport is "unix", but this system has no Unix sockets; give transport="tcp"')
+    return asked
 
 
 # Of this process, not stopped; the oldest first.

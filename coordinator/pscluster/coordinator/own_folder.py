@@ -1,4 +1,4 @@
-"""A local cluster's temporary folder, for what is of no use without the process that made it.
+"""A local cluster's temporary folders, for what is of no use without the process that made them: state, and sockets.
 
 Its owner holds a lock on it, and removes it at its end. Who dies without (SIGKILL, no memory left) leaves it behind,
 with as much as all variables take: the next owner of such a folder in the same place removes it.
@@ -22,15 +22,17 @@ import tempfile
 from pathlib import Path
 
 from pscluster.core.errors import ConfigurationError
+from pscluster.core.unix_sockets import places
 
-_PREFIX, _SUFFIX = "pscluster-local-", ".tmp"
-_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}{re.escape(_SUFFIX)}")  # as `mkdtemp` makes them
-_CHILD = re.compile(r"state|tls|\.tls\.\w+")  # the last is what becomes `tls` when it is whole
+_PREFIX, _SOCKETS_PREFIX, _SUFFIX = "pscluster-local-", "psc-", ".tmp"
+_NAME = re.compile(rf"({_PREFIX}|{_SOCKETS_PREFIX})[a-z0-9_]{{8}}{re.escape(_SUFFIX)}")  # as `mkdtemp` makes them
+# The third is what becomes `tls` when it is whole; the last are sockets, and what stands beside them.
+_CHILD = re.compile(r"state|tls|\.tls\.\w+|(chief|ps|worker)-\d+(\.data|\.lock)?")
 _TRIES = 100  # a sweep comes first once in a blue moon
 
 
 class OwnFolder:
-    """A folder of this process; `remove` ends it.
+    """A folder of this process, which only its user can enter; `remove` ends it.
 
     Attributes:
         path: the folder.
@@ -41,9 +43,15 @@ class OwnFolder:
         ConfigurationError: none can be made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: str | None = None, prefix: str = _PREFIX) -> None:
+        """Makes it, and sweeps.
+
+        Args:
+            place: what it lies in. Default: where temporary files are.
+        """
+        self._place, self._prefix = place, prefix
         with contextlib.suppress(OSError):  # what is wrong there is said below
-            _sweep(Path(tempfile.gettempdir()))
+            _sweep(Path(place or tempfile.gettempdir()))
         try:
             if not any(self._make() for _ in range(_TRIES)):
                 raise OSError(f"{self.path} was removed by somebody")
@@ -56,7 +64,7 @@ class OwnFolder:
 
     def _make(self) -> bool:
         """False if a sweep came first."""
-        self.path = Path(tempfile.mkdtemp(_SUFFIX, _PREFIX))
+        self.path = Path(tempfile.mkdtemp(_SUFFIX, self._prefix, self._place))
         try:
             self._lock = _opened(self.path)
         except FileNotFoundError:
@@ -75,6 +83,20 @@ class OwnFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):  # a script that closes descriptors that are not its own
             os.close(self._lock)
+
+
+def folder_for_sockets() -> OwnFolder:
+    """Make one whose paths are short. ConfigurationError if there is nowhere to make it."""
+    failed = ["none of /tmp, XDG_RUNTIME_DIR, /var/tmp and /dev/shm can be used"]
+    for place in places():
+        try:
+            return OwnFolder(place, _SOCKETS_PREFIX)
+        except ConfigurationError as error:  # the disk is full there, for one
+            failed.append(str(error).partition(";")[0])
+    raise ConfigurationError(
+        f"no folder can be made for the cluster's sockets, where no other user could replace it: {'; '.join(failed)}; "
+        'mend that, or give transport="tcp"'
+    )
 
 
 def _opened(path: Path, kind: int = os.O_DIRECTORY) -> int:
@@ -112,5 +134,5 @@ def _is_left(folder: Path, locks: contextlib.ExitStack) -> bool:
         and take(folder, os.O_DIRECTORY)
         and all(_CHILD.fullmatch(child.name) for child in folder.iterdir())
         # The servers' locks are looked for now that there is no owner who could start one.
-        and all(take(path, 0) for path in folder.rglob("lock"))
+        and all(take(path, 0) for path in folder.rglob("*lock") if path.name == "lock" or path.suffix == ".lock")
     )

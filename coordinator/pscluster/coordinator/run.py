@@ -149,6 +149,8 @@ def run_script(
     data_from: Sequence[str] = (),
     grace: float = 10.0,
     metrics_port: int | None = 0,
+    transport: str | None = None,
+    tls: bool = False,
     _role_command: Sequence[str] | None = None,
     _coordinator_command: Sequence[str] | None = None,
 ) -> int:
@@ -166,6 +168,8 @@ def run_script(
         grace: seconds that the roles have to end in by themselves when the script has ended, and the script
             after SIGTERM if a role was given up.
         metrics_port: where the coordinator serves its metrics: 0: any free port, as the roles; None: nobody does.
+        transport: as of `LocalCluster`.
+        tls: whether all of them have certificates, made for this run, and ask each other for them: over TCP.
         _role_command, _coordinator_command: for tests: what to start in place of `python -m pscluster.ROLE`.
 
     Returns:
@@ -192,6 +196,8 @@ def run_script(
                 log_level=log_level,
                 log_format=log_format,
                 token=token,
+                transport=transport,
+                tls=tls or None,
                 allow_pickle=allow_pickle,
                 _command=_role_command,
                 _on_failure=lambda error: inbox.put(_Failed(error)),

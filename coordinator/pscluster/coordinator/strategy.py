@@ -44,7 +44,7 @@ from pscluster.coordinator.render import rendered
 from pscluster.coordinator.settings import process_options
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.channels import PeerAddress, wait_for_peers
-from pscluster.core.cluster import ClusterResolver, ClusterSpec, is_loopback, split_address, validate_for_strategy
+from pscluster.core.cluster import ClusterResolver, ClusterSpec, is_loopback, is_on_this_machine, validate_for_strategy
 from pscluster.core.definitions import capture, split_off_bulk
 from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
 from pscluster.core.errors import (
@@ -65,6 +65,7 @@ from pscluster.core.shown import shown
 from pscluster.core.telemetry.exposition import MetricsServer
 from pscluster.core.tls import CERTIFICATE, KEY, Tls
 from pscluster.core.trust import Trust, asked_for, trust_of
+from pscluster.core.unix_sockets import SocketTakenError
 from pscluster.ps.client import PsClient
 from pscluster.ps.creating import Partitioner, VariableRequest, colocated_with, colocation, creating_with
 from pscluster.ps.handles import handle_of
@@ -278,7 +279,13 @@ class ParameterServerStrategy(Strategy):
         address = listen_address(spec.task_address("chief", 0), options)
         if isinstance(self.cluster_resolver, LocalCluster):
             options = replace(options, share_port="--share-port" in self.cluster_resolver.hand_over_port("chief", 0))
-        server = RoleServer(self.identity, _CoordinatorRole(self), {}, address, options)
+        try:
+            server = RoleServer(self.identity, _CoordinatorRole(self), {}, address, options)
+        except SocketTakenError:
+            if not options.share_port:
+                raise
+            logger.info("another coordinator answers at %s: nobody can ask this one there", address)
+            return None
         server.node.metrics_address = self.metrics_address
         return server
 
@@ -829,7 +836,7 @@ def _trust_of(
         addresses = [spec.task_address(job, index) for job in ("ps", "worker") for index in spec.task_indices(job)]
         if not options.insecure:
             exposed = f"the role at {addresses[0]} would take one from anybody, without a token"
-        elif far := [address for address in addresses if not is_loopback(split_address(address)[0])]:
+        elif far := [address for address in addresses if not is_on_this_machine(address)]:
             exposed = f"the role at {far[0]} would take one from anybody, without a token"
     return trust_of(asked_for(options.allow_pickle if asked is None else asked), exposed)
 

@@ -27,6 +27,7 @@ from pscluster.core.access import ROLE_URI, ROLES
 from pscluster.core.cluster import ClusterSpec, split_address
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.tls import AUTHORITIES, CERTIFICATE, KEY
+from pscluster.core.unix_sockets import path_of
 
 DAYS = 365
 MAX_DAYS = 36_500
@@ -40,7 +41,11 @@ _EARLIER = datetime.timedelta(minutes=5)  # clocks differ
 def hosts_of(cluster: ClusterSpec) -> dict[str, set[str]]:
     """By role, the hosts that a cluster's tasks are reached by."""
     return {
-        role: {split_address(cluster.task_address(job, index))[0] for index in cluster.task_indices(job)}
+        role: {
+            split_address(address)[0]
+            for index in cluster.task_indices(job)
+            if path_of(address := cluster.task_address(job, index)) is None
+        }
         for job, role in _JOBS.items()
         if job in cluster.jobs
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from pscluster.core.security.channel import AuthenticatedChannel
 from pscluster.core.security.handshake import Secret
 from pscluster.core.streams import Metadata, Stream, open_raw_stream
 from pscluster.core.tls import Tls, check_plain, why_not_plain
+from pscluster.core.unix_sockets import connect, path_of, why_unsafe
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
@@ -171,14 +173,33 @@ def say_hello(
     return reply
 
 
+_SILENT = "something listens there, but it does not answer as a pscluster role"
+
+
+def _explain_socket(path: str) -> str:
+    if why := why_unsafe(os.path.dirname(path)):
+        return why
+    try:
+        connect(path, 2.0).close()
+    except FileNotFoundError:
+        return "there is no such socket"
+    except ConnectionRefusedError:
+        return "nothing listens there"
+    except OSError as error:
+        return f"no connection: {error.strerror or error}"
+    return _SILENT
+
+
 def explain(address: str, tls: Tls | None = None) -> str:
     """Why nobody answers at an address, as far as a connection of another kind can tell."""
+    if (path := path_of(address)) is not None:
+        return _explain_socket(path)
     host, port = split_address(address)
     if why := why_not_plain(address) if tls is None else tls.why_not(address):
         return why
     try:
         with socket.create_connection((host, port), timeout=2.0):
-            return "something listens there, but it does not answer as a pscluster role"
+            return _SILENT
     except socket.gaierror as error:
         return f"the host {host} does not resolve ({error.strerror})"
     except ConnectionRefusedError:

@@ -5,6 +5,8 @@ TF_CONFIG is JSON of the form (docs/tf_config.md says it for users):
     {"cluster": {"chief": ["c:2222"], "worker": ["w0:2222", "w1:2222"], "ps": {"0": "p0:2222"}},
      "task": {"type": "worker", "index": 0}, "rpc_layer": "grpc"}
 
+An address is `host:port`, or, for tasks of one machine and one user, `unix:/PATH`; see `unix_sockets`.
+
 A `ClusterSpec` is sound once it exists: known jobs, good addresses, none of them twice. A `TFConfig` also
 names a task that its cluster has. What only a coordinator needs (a ps, a worker, one chief) is checked by
 `validate_for_strategy`, since a worker or a parameter server may know a part of the cluster only.
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from pscluster.core.errors import ConfigurationError
+from pscluster.core.unix_sockets import PREFIX, path_of, why_no_path
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 MAX_INDEX = 999_999
@@ -99,7 +102,9 @@ def split_address(text: str, key: str = "address") -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     ipv6 = _IPV6.fullmatch(host)
     right = "ps0:2222"
-    if "://" in text:
+    if text.startswith(PREFIX):
+        limit = "a host and a port are needed here"
+    elif "://" in text:
         limit = "an address names no protocol"
     elif ":" not in text or text.endswith("]"):
         limit = "it has no port"
@@ -122,6 +127,22 @@ def split_address(text: str, key: str = "address") -> tuple[str, int]:
     raise _wrong(key, f"is {_quote(text)}", limit, _quote(right))
 
 
+def parse_address(text: str, key: str = "address") -> tuple[str, int]:
+    """The host and port of a task's address, or, if it is `unix:/PATH`, the path and 0. Raises as `split_address`."""
+    if text.startswith(("unix-abstract:", "unix://")):
+        raise _wrong(key, f"is {_quote(text)}", "a Unix socket is written unix:/PATH", '"unix:/run/job/ps-0"')
+    if (path := path_of(text)) is None:
+        return split_address(text, key)
+    if why := why_no_path(path):
+        raise _wrong(key, f"is {_quote(text)}", why, '"unix:/run/job/ps-0"')
+    return path, 0
+
+
+def is_on_this_machine(address: str) -> bool:
+    """Whether a task's address can be reached on this machine only: a Unix socket's, or one on loopback."""
+    return path_of(address) is not None or is_loopback(split_address(address)[0])
+
+
 def is_loopback(host: str) -> bool:
     """Whether the host (without a port) is this machine itself: 127.0.0.0/8, ::1 or localhost."""
     try:
@@ -141,8 +162,8 @@ class ClusterSpec:
         """Checks and copies the description.
 
         Args:
-            cluster: for each job a list of `host:port`, or a mapping of index to `host:port`, which may leave
-                indices out. The jobs are chief, worker, ps and evaluator.
+            cluster: for each job a list of addresses, or a mapping of index to address, which may leave indices
+                out. An address is `host:port` or `unix:/PATH`. The jobs are chief, worker, ps and evaluator.
             source: what errors say the description came from.
 
         Raises:
@@ -172,7 +193,7 @@ class ClusterSpec:
         return list(self._job(job))
 
     def task_address(self, job: str, index: int) -> str:
-        """The `host:port` of a task. Raises ConfigurationError if there is no such task."""
+        """The address of a task. Raises ConfigurationError if there is no such task."""
         tasks = self._job(job)
         if index not in tasks:
             limit = f"cluster.{job} has {tasks_in_words(list(tasks))}"
@@ -231,8 +252,8 @@ def _read_cluster(cluster: object, source: str) -> dict[str, dict[int, str]]:
                 raise _wrong(f"{source}: {key}", found, "an address is a string", '"host0:2222"')
             if index in read:
                 raise _wrong(f"{source}: {key}", found, f"it was {_quote(read[index])} before", _CLUSTER)
-            host, port = split_address(address, f"{source}: {key}")
-            owner = owners.setdefault((host.lower(), port), key)
+            host, port = parse_address(address, f"{source}: {key}")
+            owner = owners.setdefault((host.lower() if port else host, port), key)
             if owner != key:
                 raise _wrong(f"{source}: {key}", found, f"{owner} has that address too", '"host1:2222"')
             read[index] = address

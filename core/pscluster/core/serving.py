@@ -32,9 +32,9 @@ from pscluster.core import fault_points
 from pscluster.core.access import RoleInterceptor
 from pscluster.core.admission import Admission, AdmissionInterceptor
 from pscluster.core.channels import NODE_SERVICE, SERVER_OPTIONS
-from pscluster.core.cluster import Task, TFConfig, is_loopback, split_address
+from pscluster.core.cluster import Task, TFConfig, is_loopback, is_on_this_machine, parse_address, split_address
 from pscluster.core.data_plane.connection import supported
-from pscluster.core.data_plane.server import DataServer
+from pscluster.core.data_plane.server import DataServer, listen
 from pscluster.core.doorkeeper import Doorkeeper
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.limits import MAX_MESSAGE_BYTES, connections, raise_descriptor_limit, server_options
@@ -53,12 +53,15 @@ from pscluster.core.tls import (
     SERVER_ONLY_VARIABLE,
     TLS_VARIABLE,
     Tls,
+    check_no_tls,
     is_set,
     load_tls,
     token_for,
 )
 from pscluster.core.tokens import create_token_file, hide_token, load_token
 from pscluster.core.trust import add_pickle_options, asked_for, find_modules, settle, trust, trust_of
+from pscluster.core.unix_sockets import SocketLock, data_path, make_private, path_of
+from pscluster.core.unix_sockets import listen as listen_at
 from pscluster.core.web import CertificateFiles, check_place
 from pscluster.v1 import node_pb2
 
@@ -185,7 +188,7 @@ def create_tls_folder(folder: Path | None) -> None:
 
 
 def with_user_token(options: RoleOptions, addresses: Iterable[str]) -> RoleOptions:
-    """The options of a process that was given no token: with that of its user, if all of these are on loopback."""
+    """The options of a process that was given no token: with that of its user, if all of these are of this machine."""
     token = token_for(options.token, addresses, options.tls, insecure=options.insecure, create=True)
     return replace(options, token=token)
 
@@ -194,7 +197,7 @@ def settle_trust(address: str, options: RoleOptions, *, is_worker: bool = False)
     """Decide what this process takes from its peers. ConfigurationError if it was told nonsense."""
     exposed = ""
     known = options.token is not None or (options.tls is not None and options.tls.is_mutual)
-    if not known and not (options.insecure and is_loopback(split_address(address)[0])):
+    if not known and not (options.insecure and is_on_this_machine(address)):
         exposed = f"this role listens on {address} without a token, where anybody could send one"
     found = trust_of(
         asked_for(options.allow_pickle),
@@ -219,7 +222,7 @@ def tell_trust() -> None:
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
     """Click options that all roles share; the command receives one `RoleOptions`."""
     decorators: list[Callable[..., Any]] = [
-        click.option("--bind", metavar="HOST:PORT", help="Where to listen. Default: the task's own address."),
+        click.option("--bind", metavar="HOST:PORT|unix:PATH", help="Where to listen. Default: the task's own address."),
         click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token."),
         click.option("--create-token", is_flag=True, help="Create the token file first if it is missing."),
         tls_option,
@@ -322,16 +325,16 @@ def expect_type(task: Task, job: str) -> None:
 
 
 def listen_address(own: str | None, options: RoleOptions) -> str:
-    """Where to listen: --bind, or the own address (every interface where that is not loopback)."""
+    """Where to listen: --bind, or the own address (every interface where that is not of this machine)."""
     if options.bind is not None:
-        split_address(options.bind)
+        parse_address(options.bind)
         address = options.bind
     elif own is not None:
-        host, port = split_address(own)
-        address = own if is_loopback(host) else f"0.0.0.0:{port}"
+        address = own if is_on_this_machine(own) else f"0.0.0.0:{split_address(own)[1]}"
     else:
         raise ConfigurationError("the task has no address of its own in TF_CONFIG; give --bind HOST:PORT")
-    if is_loopback(split_address(address)[0]) or options.insecure:
+    check_no_tls(address, options.tls)
+    if is_on_this_machine(address) or options.insecure:
         return address
     mutual = options.tls is not None and options.tls.is_mutual
     if options.token is None and not mutual:
@@ -452,12 +455,21 @@ class RoleServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = ["", *(descriptor.full_name for descriptor, _ in services.values())]
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self.port = _bind(self._server, address, options.tls)
+        path = path_of(address)
+        self._socket = None if path is None else SocketLock(path, 0.0 if options.share_port else None)
+        try:
+            self.port = _bind(self._server, address, options.tls)
+            if path is not None:
+                make_private(path)
+        except BaseException:
+            if self._socket is not None:
+                self._socket.close()
+            raise
         self._doorkeeper = Doorkeeper(self.port, connections())
         if self._authenticator is not None:
             self._authenticator.start()
-        local = is_loopback(split_address(address)[0])
-        if options.token is None and (options.tls is None or not options.tls.is_mutual):
+        local = is_on_this_machine(address)
+        if path is None and options.token is None and (options.tls is None or not options.tls.is_mutual):
             logger.warning(
                 "listening on %s without a token%s: %s can %s",
                 address,
@@ -479,7 +491,7 @@ class RoleServer:
         if services and options.data_port is not None and options.tls is None and supported():
             self._data = self._serve_data(
                 address,
-                options.data_port,
+                options,
                 services.values(),
                 interceptors,
                 self._authenticator,
@@ -487,15 +499,15 @@ class RoleServer:
                 data_message_bytes,
                 self._refused,
             )
-            host, _ = split_address(address)
-            self.node.data_port, self.node.address = self._data.port, own or f"{host}:{self.port}"
+            listens = address if path is not None else f"{split_address(address)[0]}:{self.port}"
+            self.node.data_port, self.node.address = self._data.port, own or listens
         self._server.start()
         self._doorkeeper.start()
 
     @staticmethod
     def _serve_data(
         address: str,
-        port: int,
+        options: RoleOptions,
         services: Iterable[tuple[ServiceDescriptor, object]],
         interceptors: Sequence[grpc.ServerInterceptor],
         authenticator: Authenticator | None,
@@ -503,25 +515,18 @@ class RoleServer:
         message_bytes: int,
         refused: Refused,
     ) -> DataServer:
-        host, _ = split_address(address)
         handlers = [generic_handler(descriptor, servicer) for descriptor, servicer in services]
         # A connection is authenticated as a whole.
         rest = [each for each in interceptors if not isinstance(each, AuthenticationInterceptor)]
-        try:
-            server = DataServer(
-                host,
-                port,
-                handlers,
-                rest,
-                authenticator,
-                admission=admission,
-                message_bytes=message_bytes,
-                refused=refused,
-            )
-        except OSError as error:
-            raise PsClusterError(
-                f"can't listen on port {port} of {host} for data: {error.strerror}; give another one with --data-port"
-            ) from None
+        server = DataServer(
+            _listen_for_data(address, options),
+            handlers,
+            rest,
+            authenticator,
+            admission=admission,
+            message_bytes=message_bytes,
+            refused=refused,
+        )
         server.start()
         return server
 
@@ -560,8 +565,25 @@ class RoleServer:
         if self._data is not None:
             self._data.stop(grace)
         stopped.wait()
+        if self._socket is not None:
+            self._socket.close()
         if self._metrics is not None:
             self._metrics.close()
+
+
+def _listen_for_data(address: str, options: RoleOptions) -> socket.socket:
+    if (path := path_of(address)) is not None:
+        try:
+            return listen_at(data_path(path))
+        except OSError as error:
+            raise PsClusterError(f"can't listen on {data_path(path)} for data: {error.strerror}") from None
+    (host, _), port = split_address(address), options.data_port or 0
+    try:
+        return listen(host, port, share=options.share_port and port > 0)
+    except OSError as error:
+        raise PsClusterError(
+            f"can't listen on port {port} of {host} for data: {error.strerror}; give another one with --data-port"
+        ) from None
 
 
 def _bind(server: grpc.Server, address: str, tls: Tls | None) -> int:
@@ -575,6 +597,8 @@ def _bind(server: grpc.Server, address: str, tls: Tls | None) -> int:
 
 
 def _why_not(address: str) -> str:
+    if path_of(address) is not None:
+        return "gRPC could not bind it; can files be made in its folder?"
     host, port = split_address(address)
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

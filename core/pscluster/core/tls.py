@@ -29,10 +29,11 @@ from typing import Any
 
 import grpc
 
-from pscluster.core.cluster import is_loopback, split_address
+from pscluster.core.cluster import is_on_this_machine, split_address
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.security.revocation import REVOKED, parse_revoked
 from pscluster.core.tokens import LOOK_SECONDS, stamp, user_token
+from pscluster.core.unix_sockets import check_address, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +214,8 @@ class Tls:
 
 def why_not_plain(address: str) -> str | None:
     """For a process without certificates: a sentence if TLS is spoken at that address."""
+    if path_of(address) is not None:
+        return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent, and nothing believed
     context.set_alpn_protocols(["h2"])
@@ -264,7 +267,7 @@ def is_set(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
 def token_for(
     token: str | None, addresses: Iterable[str], tls: Tls | None, *, insecure: bool, create: bool
 ) -> str | None:
-    """Return the token for these addresses: where none was given, and all are on loopback, the user's own.
+    """Return the token for these addresses: where none was given, and all are of this machine, the user's own.
 
     Not where certificates say who may call, and not with --insecure.
 
@@ -276,17 +279,31 @@ def token_for(
     """
     if token is not None or insecure or (tls is not None and tls.is_mutual):
         return token
-    if not all(is_loopback(split_address(address)[0]) for address in addresses):
+    if not all(map(is_on_this_machine, addresses)):
         return None
     return user_token(create=create)
 
 
 def check_plain(peer: object, address: str, token: str | None, tls: Tls | None, *, insecure: bool) -> None:
-    """ConfigurationError if what is sent, under a token, could be read and changed on the way."""
-    if token and tls is None and not insecure and not is_loopback(split_address(address)[0]):
+    """ConfigurationError if what is sent, under a token, could be read and changed on the way.
+
+    Also if a Unix socket can't be trusted, or is to be dialled with certificates.
+    """
+    check_no_tls(address, tls)
+    check_address(address)
+    if token and tls is None and not insecure and not is_on_this_machine(address):
         raise ConfigurationError(
             f"refusing to talk to {peer} in plain text, where anybody on the way could read and change all: give "
             f"certificates with --tls DIR or {TLS_VARIABLE} ({_MEND}), or say --insecure or {INSECURE_VARIABLE}=1"
+        )
+
+
+def check_no_tls(address: str, tls: Tls | None) -> None:
+    """ConfigurationError if there are certificates for a Unix socket, where nobody could look at them."""
+    if tls is not None and path_of(address) is not None:
+        raise ConfigurationError(
+            f"certificates are for TCP, but {address} is a Unix socket, which its folder guards: leave out --tls and "
+            f"{TLS_VARIABLE}, or give the task an address HOST:PORT"
         )
 
 

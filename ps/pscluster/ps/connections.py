@@ -172,8 +172,8 @@ class Server:
         return Session(opened, self.liveness, name)
 
     def _has_data(self) -> bool:
-        """Is there a data plane to be used? Asks the server, the first time."""
-        if not self._greeted:
+        """Is there a data plane to be used? Asks the server, the first time, and when it was forgotten where it is."""
+        if not self._greeted or self._data.should_ask():
             with contextlib.suppress(PsClusterError):
                 self.hello()
         return self._data.usable()

@@ -31,6 +31,7 @@ from pscluster.core.errors import ProtocolError, UnavailableError
 from pscluster.core.frames import Buffer
 from pscluster.core.security.handshake import UNPROVEN, Secret, accept_reply, make_request
 from pscluster.core.streams import CODES, Metadata, StreamEndedError
+from pscluster.core.unix_sockets import address_of, connect, data_path, path_of
 from pscluster.v1 import authentication_pb2, data_plane_pb2, node_pb2
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,15 @@ AVOID_SECONDS = 60.0
 
 AVOID_MOST_SECONDS = 3600.0
 
+ASK_SECONDS = 1.0
+"""After a connection broke, the role is asked where it is: by who repairs a call at once, by others so much later."""
+
+Where = tuple[str, int] | str
+"""Of a data plane: a host and a port, or the path of a Unix socket."""
+
+_Place = tuple[Where, int]
+"""That, and the boot id of the process there; 0: it is not known."""
+
 
 # Of a role of another kind, or of another cluster: what is said of ours is found out over gRPC.
 _OF_STRANGERS = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
@@ -62,11 +72,14 @@ class DataStream:
         path: str,
         metadata: Metadata,
         on_useless: Callable[[str], None] = lambda _why: None,
+        on_broken: Callable[[], None] = lambda: None,
     ) -> None:
         pairs = [data_plane_pb2.DataMetadata(key=key, value=value) for key, value in metadata]
         self._call: bytes | None = data_plane_pb2.DataCall(path=path, metadata=pairs).SerializeToString()
         self._connection = connection
         self._on_useless = on_useless  # the port is of no use, and it does not help to ask again
+        self._on_broken = on_broken
+        self._shut = False  # by this side
         self._ended = False
         self.reusable: Connection | None = None  # the connection, once the call is over and another may follow
 
@@ -105,12 +118,14 @@ class DataStream:
         try:
             kind, body = self._connection.receive(place)
         except ClosedError:
+            self._broke()
             raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the connection was closed") from None
         except StrangerError as error:
             raise self._met_stranger(str(error)) from None
         except ProtocolError as error:
             raise StreamEndedError(grpc.StatusCode.INTERNAL, str(error)) from None
         except OSError as error:
+            self._broke()
             raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, f"the connection broke: {error}") from None
         if kind is Kind.MESSAGE:
             return body
@@ -130,6 +145,10 @@ class DataStream:
             raise self._met_stranger(status.details)
         raise StreamEndedError(code, status.details, tuple((pair.key, pair.value) for pair in status.trailing))
 
+    def _broke(self) -> None:
+        if not self._shut:
+            self._on_broken()
+
     def _met_stranger(self, why: str) -> StreamEndedError:
         """Somebody else has the port: the role has died, and will say, over gRPC, where it is now."""
         self.reusable = None
@@ -138,6 +157,7 @@ class DataStream:
 
     def cancel(self) -> None:
         """The thread that waits sees the end."""
+        self._shut = True
         self._connection.shut()
 
     def close(self) -> None:
@@ -155,8 +175,9 @@ class PromptStream(DataStream):
         path: str,
         metadata: Metadata,
         on_useless: Callable[[str], None] = lambda _why: None,
+        on_broken: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(connection, path, metadata, on_useless)
+        super().__init__(connection, path, metadata, on_useless, on_broken)
         self._lock = threading.Lock()
         self._backlog: deque[bytes] = deque()
         self._sender: threading.Thread | None = None  # while there is a backlog
@@ -200,14 +221,22 @@ _StreamT = TypeVar("_StreamT", bound=DataStream)
 
 
 class DataPort:
-    """One role's data plane, as a client has it: where it is, and the connections that no call uses. Thread-safe."""
+    """One role's data plane, as a client has it: where it is, and the connections that no call uses. Thread-safe.
+
+    What it knows it was told over gRPC by the role, which had proved itself; at the first failure it forgets that.
+
+        unknown --learn--> known; dialled at once, unless it has just failed and is the same: then after a while
+        known   --a connection can't be made, or its first bytes are no role's--> unknown; to be asked for after a while
+        known   --a connection breaks--> unknown; to be asked for soon
+    """
 
     def __init__(self, name: str, token: str | None = None) -> None:
         self._name = name
         self._secret = None if token is None else Secret.of(token)
         self._lock = threading.Lock()
-        self._where: tuple[str, int] | None = None
-        self._boot_id = 0  # of the process there; 0: it is not known
+        self._place: _Place | None = None
+        self._failed: _Place | None = None  # that was there at the last failure
+        self._forgotten = False  # where it is was known, and can be asked for
         self._idle: list[Connection] = []
         self._avoid_until, self._avoid_seconds = 0.0, AVOID_SECONDS
         self._reached = False  # has a connection to where it is come about?
@@ -215,28 +244,47 @@ class DataPort:
 
     def learn(self, peer: PeerAddress, said: node_pb2.HelloReply | node_pb2.AttachEvent) -> None:
         """Where it is, as the role itself has said to who dialled it as this peer."""
-        same = peer.tls is None and said.address == peer.address
-        self._boot_id = said.identity.incarnation
-        self.is_at(split_address(peer.address)[0], said.data_port if same else 0)
+        has_one = said.data_port and peer.tls is None and said.address == peer.address
+        if not has_one:
+            self.is_at(None)
+        elif (path := path_of(peer.address)) is not None:
+            self.is_at(data_path(path), said.identity.incarnation)
+        else:
+            self.is_at((split_address(peer.address)[0], said.data_port), said.identity.incarnation)
 
-    def is_at(self, host: str, port: int) -> None:
-        """Where it is from now on; port 0: there is none.
+    def is_at(self, where: Where | None, boot_id: int = 0) -> None:
+        """Where it is from now on, and of which process; None: there is none.
 
-        Who learns this has just reached the role. So a port that could be reached before is worth another try.
+        Who learns this has just reached the role. So what could be reached before is worth another try.
         """
-        where = (host, port) if port and supported() else None
+        place = (where, boot_id) if where is not None and supported() else None
         with self._lock:
-            moved = where != self._where
+            moved = place != (self._place or self._failed)
             if moved or self._reached:
                 self._avoid_until = 0.0
             if moved:
-                self._where, self._reached, self._avoid_seconds = where, False, AVOID_SECONDS
+                self._reached, self._avoid_seconds, self._failed = False, AVOID_SECONDS, None
+            self._place, self._forgotten = place, False
         if moved:
             self.drop()
 
+    def should_ask(self) -> bool:
+        """Is it time to ask the role where it is, since that was forgotten? Once in a while."""
+        with self._lock:
+            now = time.monotonic()
+            due = self._forgotten and now >= self._avoid_until
+            if due:
+                self._avoid_until = now + AVOID_SECONDS
+            return due
+
+    @property
+    def where(self) -> Where | None:
+        """Where it is, as far as that is known."""
+        return None if self._place is None else self._place[0]
+
     def usable(self) -> bool:
         """Is it worth to try?"""
-        return self._where is not None and time.monotonic() >= self._avoid_until
+        return self._place is not None and time.monotonic() >= self._avoid_until
 
     def open(self, path: str, metadata: Metadata) -> DataStream | None:
         """A stream for a call, on an idle connection or a new one; None where the call has to go another way."""
@@ -247,41 +295,41 @@ class DataPort:
         return self._open(PromptStream, path, metadata)
 
     def _open(self, kind: type[_StreamT], path: str, metadata: Metadata) -> _StreamT | None:
-        where = self._where
-        connection = self._connection()
+        with self._lock:
+            place = self._place
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = self._dialled(place)
         if connection is None:
             return None
-        return kind(connection, path, metadata, partial(self.avoid, failed=where, ask_again=False))
+        on_useless = partial(self.avoid, failed=place, ask_again=False)
+        return kind(connection, path, metadata, on_useless, partial(self._broke, place))
 
-    def _connection(self) -> Connection | None:
-        with self._lock:
-            where = self._where
-            if self._idle:
-                return self._idle.pop()
-        if where is None or not self.usable():
+    def _dialled(self, place: _Place | None) -> Connection | None:
+        if place is None or not self.usable():
             return None
+        where, boot_id = place
         try:
-            found = Connection(tuned(socket.create_connection(where, timeout=CONNECT_SECONDS)))
+            found = Connection(tuned(_connected(where)))
         except OSError as error:
-            self.avoid(str(error), where)
+            self.avoid(str(error), place)
             return None
         if self._secret is not None:
             try:
-                self._shake_hands(found, self._secret, where, self._boot_id)
+                self._shake_hands(found, self._secret, where, boot_id)
             except (OSError, ProtocolError, DecodeError, UnavailableError) as error:
                 found.break_off()
-                self.avoid(str(error), where, ask_again=False)
+                self.avoid(str(error), place, ask_again=False)
                 return None
         with self._lock:
-            if where == self._where:
+            if place == self._place:
                 self._avoid_seconds, self._reached = AVOID_SECONDS, True
         return found
 
     @staticmethod
-    def _shake_hands(connection: Connection, secret: Secret, where: tuple[str, int], boot_id: int = 0) -> None:
+    def _shake_hands(connection: Connection, secret: Secret, where: Where, boot_id: int = 0) -> None:
         """Have both sides prove that they know the token, before all else. Raises where the server does not."""
-        host, port = where
-        request = make_request(secret, f"{host}:{port}")
+        request = make_request(secret, _named(where))
         most, connection.limit = connection.limit, _MAX_HANDSHAKE_BYTES
         late = threading.Timer(HANDSHAKE_SECONDS, connection.shut)  # of all of it, however it trickles
         late.daemon = True
@@ -302,20 +350,36 @@ class DataPort:
         connection.send((Kind.PROOF, (session.keys.data_proof(),)))
         connection.limit = most
 
-    def avoid(self, why: str, failed: tuple[str, int] | None, *, ask_again: bool = True) -> None:
-        """Have calls go another way for a while, unless it is elsewhere by now than where it failed.
+    def avoid(self, why: str, failed: _Place | None, *, ask_again: bool = True) -> None:
+        """Forget where it is, and have calls go another way for a while; not if it is elsewhere than where it failed.
 
         Args:
             ask_again: is it worth a try as soon as the role says that it is still there?
         """
         with self._lock:
-            if failed != self._where:
+            if failed is None or failed != self._place:
                 return
+            self._forget(self._avoid_seconds)
             self._reached = self._reached and ask_again
-            self._avoid_until = time.monotonic() + self._avoid_seconds
             self._avoid_seconds = min(2 * self._avoid_seconds, AVOID_MOST_SECONDS)
-        if failed is not None:
-            logger.info("%s: its data port %d can't be used (%s): over gRPC for now", self._name, failed[1], why)
+        self.drop()
+        where, _ = failed
+        what = f"socket {where}" if isinstance(where, str) else f"port {where[1]}"
+        logger.info("%s: its data %s can't be used (%s): over gRPC for now", self._name, what, why)
+
+    def _broke(self, failed: _Place | None) -> None:
+        """A connection has ended that was one to the role."""
+        with self._lock:
+            if failed is None or failed != self._place:
+                return
+            self._forget(ASK_SECONDS)
+            self._reached = True
+        self.drop()
+
+    def _forget(self, seconds: float) -> None:
+        """Under the lock."""
+        self._failed, self._place, self._forgotten = self._place, None, True
+        self._avoid_until = time.monotonic() + seconds
 
     def give_back(self, stream: DataStream) -> None:
         """The call is over. What can't be used again is closed."""
@@ -336,3 +400,13 @@ class DataPort:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+
+def _connected(where: Where) -> socket.socket:
+    if isinstance(where, str):
+        return connect(where, CONNECT_SECONDS)
+    return socket.create_connection(where, timeout=CONNECT_SECONDS)
+
+
+def _named(where: Where) -> str:
+    return address_of(where) if isinstance(where, str) else f"{where[0]}:{where[1]}"

@@ -24,6 +24,8 @@ _UNACKNOWLEDGED_MS = 20_000
 # for its timers. Reno is there on every Linux. The kernel's usual limit of a send buffer is 208 KiB.
 _LOOPBACK_SEND_BYTES = 192 << 10
 _LOOPBACK_CONGESTION = b"reno"
+_UNIX_SEND_BYTES = 256 << 10  # with half as much, half the speed; more does not help
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 
 
@@ -76,6 +78,9 @@ def tuned(connected: socket.socket) -> socket.socket:
     """The same, set to send at once, and to end some day. Closed, and an OSError, if it has ended already."""
     try:
         connected.settimeout(None)
+        if connected.family not in _INTERNET:  # the kernel tells of its end itself, and sends at once
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
+            return connected
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""The server's side of the data plane: a port, a thread for each connection, gRPC's handlers and interceptors.
+"""The server's side of the data plane: a socket, a thread for each connection, gRPC's handlers and interceptors.
 
 Strangers, who have not proved that they know the token or, where there is none, made a call, are few at a time, may
 only send a small packet, and are closed after a while, the oldest first where there are many.
@@ -28,7 +28,8 @@ from pscluster.core.frames import Buffer
 from pscluster.core.limits import HANDSHAKE_SECONDS, MAX_CALL_BYTES, MAX_MESSAGE_BYTES, MAX_METADATA, data_connections
 from pscluster.core.security.authenticator import Authenticator, Refused, refusal
 from pscluster.core.security.handshake import ServerSession
-from pscluster.core.security.refusals import HOLD_SECONDS
+from pscluster.core.security.refusals import HOLD_SECONDS, OTHER_USER
+from pscluster.core.unix_sockets import check_peer
 from pscluster.v1 import authentication_pb2, data_plane_pb2
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,7 @@ class _Peer:
     def __init__(self, connected: socket.socket) -> None:
         self.connection = Connection(tuned(connected))
         self.connection.limit = MAX_CALL_BYTES
-        host, port = connected.getpeername()[:2]
-        self.name = f"data:{host}:{port}"
+        self.name = _name_of(connected)
         self.since = time.monotonic()
         self.known = False
         self.turned_out = False
@@ -101,8 +101,7 @@ class DataServer:
     """Serves the methods of some handlers on a port of its own, until `stop`.
 
     Args:
-        host: where to listen.
-        port: 0: any free one.
+        listener: listens; it is closed at the end.
         handlers: gRPC's own; their unary methods are served, too.
         interceptors: as of a gRPC server: the first is asked first.
         authenticator: of whom clients have to prove themselves to; None: whoever calls is served.
@@ -110,14 +109,13 @@ class DataServer:
         message_bytes: what a message may have.
         refused: is told of every connection that was refused; is it to be answered?
 
-    Raises:
-        OSError: it can't listen there.
+    Attributes:
+        port: where it listens; of a Unix socket 1, as gRPC says.
     """
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        listener: socket.socket,
         handlers: Sequence[grpc.GenericRpcHandler],
         interceptors: Sequence[grpc.ServerInterceptor],
         authenticator: Authenticator | None = None,
@@ -142,8 +140,8 @@ class DataServer:
         self._by_number: dict[int, _Peer] = {}
         self._epoll = select.epoll()
         self._over = False
-        self._listener = _listening(host, port)
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = listener
+        self.port: int = 1 if listener.family == socket.AF_UNIX else listener.getsockname()[1]
 
     def start(self) -> None:
         """Serve from now on."""
@@ -175,6 +173,9 @@ class DataServer:
                     logger.warning("a connection to the data port could not be taken: %s", error)
                     time.sleep(_LOOK_SECONDS)  # as with too many open files: it passes
                 continue
+            if not self._may_connect(connected):
+                connected.close()
+                continue
             try:
                 peer = _Peer(connected)
             except OSError:  # it has gone already
@@ -185,6 +186,18 @@ class DataServer:
             except Exception:  # no more threads, for one; the next one may be served
                 logger.exception("a connection to the data port can't be served")
                 self._drop(peer)
+
+    def _may_connect(self, connected: socket.socket) -> bool:
+        """On a Unix socket: is it this user's process?"""
+        if connected.family != socket.AF_UNIX:
+            return True
+        try:
+            check_peer(connected)
+        except OSError as error:
+            self._refused(OTHER_USER)
+            logger.debug("a connection to the data plane was refused: %s", error)
+            return False
+        return True
 
     def _take(self, peer: _Peer) -> None:
         with self._lock:
@@ -342,10 +355,27 @@ class DataServer:
             raise CallBrokenError(f"the connection broke: {error}") from None
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
+    """Return a socket that listens there.
+
+    Args:
+        port: 0: any free one.
+        share: it is bound by another process of this user, too, which keeps it but does not listen.
+
+    Raises:
+        OSError: that can't be.
+    """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()  # as gRPC does there
-    return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
+    return socket.create_server((host, port), family=family, backlog=128, reuse_port=share, dualstack_ipv6=both)
+
+
+def _name_of(connected: socket.socket) -> str:
+    """What a connection is called in logs, and where refusals are counted."""
+    if connected.family == socket.AF_UNIX:
+        return f"unix:data:{connected.fileno()}"
+    host, port = connected.getpeername()[:2]
+    return f"data:{host}:{port}"
 
 
 def _status(code: grpc.StatusCode, details: str) -> data_plane_pb2.DataStatus:

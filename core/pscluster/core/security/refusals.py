@@ -37,6 +37,10 @@ _MAX_CONNECTIONS = 16_384
 _NAMED = 5  # addresses in one line of the log
 
 
+OTHER_USER = "unix:another user"
+"""The name of a connection over a Unix socket by somebody else's process; it is not answered in any case."""
+
+
 def address_of(peer: str) -> str:
     """Return whose a connection is, of the name that gRPC or the data plane gives it; an IPv6 network counts as one."""
     _, _, rest = peer.partition(":")
@@ -44,6 +48,8 @@ def address_of(peer: str) -> str:
     try:
         address = ip_address(host)
     except ValueError:
+        if peer == OTHER_USER:
+            return "another user of this machine"
         return "this machine" if peer.startswith("unix:") else "an unknown address"
     if address.is_loopback:
         return "127.0.0.1"

@@ -1,0 +1,279 @@
+"""Unix sockets: what runs on one machine talks over them, and no other user can open, take or replace one.
+
+An address is `unix:/PATH`. A role that listens there has up to four files in the socket's folder:
+
+    PATH          the gRPC server's socket
+    PATH.data     the data plane's
+    PATH.lock     who has locked it may make the two, and remove those of a process that was killed
+
+Three things keep other users out; each is enough against one who can't become this user or root:
+
+    the folder  of this user, mode 0700, no link itself; and nobody but this user and root can put another one in its
+                place. It is checked before a socket is made or dialled, and is what guards gRPC's own reconnections.
+    the mode    of the sockets is 0600.
+    the uid     of whoever is on the other side of a connection of the data plane, which the kernel tells each side.
+                Where it does not (SO_PEERCRED is Linux's), the first two are all there is.
+
+    free  --lock--> locked: what a dead process left is removed --bind--> listening
+    any   --the process ends, however it does--> free; what it left is removed by the next one, who has the lock
+    locked, by another process that does not end within a moment--> SocketTakenError
+
+The lock's file is never removed: else two processes could hold locks of the same name. Names of the abstract namespace
+are refused: they have no owner and no mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import stat
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pscluster.core.errors import ConfigurationError, PsClusterError
+
+PREFIX = "unix:"
+MAX_PATH_BYTES = 99
+"""Of a socket's path: the kernel takes 107, the data plane's has five more, and other systems take fewer."""
+
+DATA_SUFFIX, LOCK_SUFFIX = ".data", ".lock"
+LOCK_SECONDS = 2.0
+"""So long it is waited for the lock of a socket: a process that was killed may need a moment to be gone."""
+
+_LOCK_LOOKS_SECONDS = 0.05
+_PLAIN = re.compile(r"[A-Za-z0-9/._+,=@~-]+")  # in others gRPC would look for a URL's escapes and ends
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_TIMEOUT = struct.Struct("ll")  # seconds and microseconds
+
+
+def path_of(address: str) -> str | None:
+    """Return the path of a Unix socket's address; None if it is an address of another kind."""
+    return address.removeprefix(PREFIX) if address.startswith(PREFIX) else None
+
+
+def address_of(path: str | os.PathLike[str]) -> str:
+    """Return the address of a socket."""
+    return f"{PREFIX}{os.fspath(path)}"
+
+
+def data_path(path: str) -> str:
+    """Return where the data plane of the role listens that serves gRPC on this socket."""
+    return path + DATA_SUFFIX
+
+
+def why_no_path(path: str) -> str:
+    """Return what is wrong with a socket's path, as the limit in an error; "" if nothing is."""
+    if not path.startswith("/"):
+        return "the path of a Unix socket begins with / (there are no abstract names)"
+    if not _PLAIN.fullmatch(path):
+        return "the path of a Unix socket has letters, digits and / . _ + , = @ ~ - only"
+    if path.startswith("//") or path == "/" or os.path.normpath(path) != path:
+        return "the path of a Unix socket has no needless /, . or .."
+    if path.endswith((DATA_SUFFIX, LOCK_SUFFIX)):
+        return f"{DATA_SUFFIX} and {LOCK_SUFFIX} are for what stands beside a socket"
+    if (size := len(path)) > MAX_PATH_BYTES:
+        return f"the path of a Unix socket has at most {MAX_PATH_BYTES} bytes, not {size}"
+    return ""
+
+
+def supported() -> bool:
+    """Are there Unix sockets on this system?"""
+    return hasattr(socket, "AF_UNIX")
+
+
+# Folders
+
+
+def why_unsafe(folder: str) -> str:
+    """Return why another user could open or replace a socket in a folder, and the mend; "" if none can.
+
+    Where there is no such folder, it is asked who could make it.
+    """
+    # Whose / is can replace everything; where root is not mapped (in a user namespace) that is not 0.
+    owners = (0, os.geteuid(), os.lstat("/").st_uid)
+    parents = {str(parent) for path in (folder, os.path.realpath(folder)) for parent in Path(path).parents}
+    for parent in sorted(parents):
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(parent)
+            if found.st_uid not in owners:
+                return f"{parent} belongs to another user (uid {found.st_uid}), who could replace what is in it"
+            if stat.S_ISLNK(found.st_mode):
+                continue  # of this user or root, as whose target the real path is looked at
+            if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+                return f"others may write to {parent}, and so replace what is in it; chmod go-w {parent}"
+    try:
+        found = os.lstat(folder)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{folder} can't be looked at: {error.strerror}"
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is {'a link' if stat.S_ISLNK(found.st_mode) else 'no folder'}"
+    if found.st_uid != os.geteuid():
+        return f"{folder} belongs to another user (uid {found.st_uid}, this is {os.geteuid()})"
+    if found.st_mode & 0o077:
+        return (
+            f"{folder} has the mode {stat.S_IMODE(found.st_mode):04o}, so that others can reach in; chmod 700 {folder}"
+        )
+    return ""
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigurationError if this is a Unix socket's address that other users could open or replace."""
+    if (path := path_of(address)) is not None and (why := why_unsafe(os.path.dirname(path))):
+        raise ConfigurationError(
+            f"refusing to use {address}: {why}; a socket's folder has to be its user's own, with the mode 0700"
+        )
+
+
+def places() -> Iterator[str]:
+    """Yield folders in which a folder for sockets may be made, the best first.
+
+    TMPDIR is not asked: it may be long, and then no path in it fits. A runtime directory comes second: it is removed
+    when its user logs out, while a job may go on.
+    """
+    seen = set[str]()
+    own = os.environ.get("XDG_RUNTIME_DIR", "")
+    for place in ("/tmp", own, f"/run/user/{os.geteuid()}", "/var/tmp", "/dev/shm", tempfile.gettempdir()):  # noqa: S108  # nosec B108
+        if place.startswith("/") and place not in seen and len(place) < MAX_PATH_BYTES // 2:
+            seen.add(place)
+            if os.path.isdir(place) and not why_unsafe(f"{place}/x") and os.access(place, os.W_OK | os.X_OK):
+                yield place
+
+
+# Listening
+
+
+class SocketTakenError(PsClusterError):
+    """Another process, or another server of this one, has the socket."""
+
+
+class SocketLock:
+    """The right to listen at a path, which one process has at a time.
+
+    Args:
+        path: of the socket.
+        seconds: to wait for a process that has it.
+
+    Raises:
+        ConfigurationError: others could open or replace a socket there, or it can't be made.
+        SocketTakenError: another process has it.
+    """
+
+    def __init__(self, path: str, seconds: float | None = None) -> None:
+        address, self._path = address_of(path), path
+        check_address(address)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.dirname(path), 0o700)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._lock = os.open(path + LOCK_SUFFIX, flags, 0o600)
+        except OSError as error:
+            raise ConfigurationError(
+                f"can't listen on {address}: {error.strerror} ({error.filename}); give a path in a folder of this user"
+            ) from None
+        try:
+            check_address(address)  # by now there is a folder
+            self._take(address, LOCK_SECONDS if seconds is None else seconds)
+            for each in (path, data_path(path)):
+                self._remove(each)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take(self, address: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise SocketTakenError(
+                        f"can't listen on {address}: another process has this socket; stop it, or give another path"
+                    ) from None
+                time.sleep(_LOCK_LOOKS_SECONDS)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"can't listen on {address}: its folder is on a file system without locks ({error.strerror}); "
+                    "give a path on another one"
+                ) from None
+            else:
+                return
+
+    @staticmethod
+    def _remove(path: str) -> None:
+        """Remove the socket that a dead process left."""
+        try:
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise ConfigurationError(f"can't listen on {path}: it is there, and no socket; give another path")
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise ConfigurationError(f"can't listen on {path}: {error.strerror}; give another path") from None
+
+    def close(self) -> None:
+        """Remove the sockets and let another process have the path. Nobody listens there any more."""
+        for each in (self._path, data_path(self._path)):
+            with contextlib.suppress(OSError, ConfigurationError):
+                self._remove(each)
+        os.close(self._lock)
+
+
+def make_private(path: str) -> None:
+    """Let nobody else open a socket that was just made in a folder that nobody else can enter."""
+    os.chmod(path, 0o600)
+
+
+def listen(path: str) -> socket.socket:
+    """Return a socket that listens there. For who has the lock; OSError if that can't be."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        make_private(path)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+# Connections
+
+
+def connect(path: str, timeout: float) -> socket.socket:
+    """Return a connection to a process of this user. OSError if there is none within so many seconds."""
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # Not `settimeout`: a socket that does not block fails at once where many are waiting to be accepted.
+        whole = int(timeout)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEOUT.pack(whole, int((timeout - whole) * 1e6)))
+        connected.connect(path)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEOUT.pack(0, 0))
+        check_peer(connected)
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
+def peer_uid(connected: socket.socket) -> int | None:
+    """Return whose process is on the other side; None where the kernel does not tell."""
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        return None
+    uid: int = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size))[1]
+    return uid
+
+
+def check_peer(connected: socket.socket) -> None:
+    """Raise PermissionError unless the process on the other side is this user's, as far as the kernel tells."""
+    uid = peer_uid(connected)
+    if uid not in (None, os.geteuid()):
+        raise PermissionError(f"the process on the other side is another user's (uid {uid}, this is {os.geteuid()})")
