@@ -592,15 +592,30 @@ runpy.run_module("pscluster." + json.loads(os.environ["TF_CONFIG"])["task"]["typ
 def security(functions: int, moves: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Functions a second, and GB/s of pulls and pushes by a worker, by how callers are known and what is encrypted.
 
-    How each of these ways compares to none of it. All clusters are up at the same time and are asked in turn, so that
-    what the machine does besides meets all of them.
+    How each of these ways compares to none of it.
     """
     kinds: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-        "none": ({"_command": (sys.executable, "-c", _WITHOUT_TOKEN)}, {}),
-        "token": ({}, {}),
+        "none": ({"transport": "tcp", "_command": (sys.executable, "-c", _WITHOUT_TOKEN)}, {}),
+        "token": ({"transport": "tcp"}, {}),
         "token, TLS": ({"tls": True}, {"PSCLUSTER_TLS_SERVER_ONLY": "1"}),
         "token, mutual TLS": ({"tls": True}, {}),
     }
+    return _in_turns(kinds, functions, moves, rounds)
+
+
+def transports(functions: int, moves: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """The same over Unix sockets, beside TCP on loopback."""
+    return _in_turns({kind: ({"transport": kind}, {}) for kind in ("tcp", "unix")}, functions, moves, rounds)
+
+
+def _in_turns(
+    kinds: dict[str, tuple[dict[str, Any], dict[str, str]]], functions: int, moves: int, rounds: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Compare clusters of these options and environments with the first of them.
+
+    All clusters are up at the same time and are asked in turn, so that what the machine does besides meets all of them.
+    """
+    base = next(iter(kinds))
     with contextlib.ExitStack() as stack:
         work: dict[tuple[str, str], Callable[[], float]] = {}
         for kind, (options, env) in kinds.items():
@@ -618,7 +633,7 @@ def security(functions: int, moves: int, rounds: int) -> dict[str, dict[str, dic
                 if number:
                     found[key].append(rate)
         return {
-            kind: {name: compared(found[kind, name], found["none", name]) for at, name in work if at == kind}
+            kind: {name: compared(found[kind, name], found[base, name]) for at, name in work if at == kind}
             for kind in kinds
         }
 
@@ -689,6 +704,7 @@ def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
         packing,
         telemetry,
         security,
+        transports,
     ]
     return {handler.__name__: handler for handler in handlers}, {}
 

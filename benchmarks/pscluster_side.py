@@ -35,7 +35,10 @@ class Bench:
 
     def __init__(self, stack: contextlib.ExitStack, num_ps: int, num_workers: int) -> None:
         env = {**THREADS, "PSCLUSTER_KEEP_MIB": "0"}  # what nobody changes is sent again: that is what is measured
-        cluster = stack.enter_context(LocalCluster(num_ps, num_workers, env=env, log_level="ERROR"))
+        # Over TCP, as all that it is compared with.
+        cluster = stack.enter_context(
+            LocalCluster(num_ps, num_workers, transport="tcp", env=env, log_level="ERROR"),
+        )
         self.strategy = ParameterServerStrategy(
             cluster, variable_partitioner=MinSizePartitioner(min_shard_bytes=256 << 10, max_shards=num_ps)
         )

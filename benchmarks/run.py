@@ -539,22 +539,30 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             },
             nothing,
         )
+
+    def by_kind(answers: dict[str, dict[str, dict[str, dict[str, float]]]], judged: str = "token") -> tuple[str, bool]:
+        (found,) = answers.values()
+        shown = (
+            f"{kind}: " + ", ".join(f"{name} {each['ours']:,.2f} ({_ratio(each)})" for name, each in rates.items())
+            for kind, rates in found.items()
+        )
+        return "; ".join(shown), all(each["ratio"] >= 0.95 for each in found[judged].values())
+
     if wanted("cost-security"):
-
-        def by_kind(answers: dict[str, dict[str, dict[str, dict[str, float]]]]) -> tuple[str, bool]:
-            (found,) = answers.values()
-            shown = (
-                f"{kind}: " + ", ".join(f"{name} {each['ours']:,.2f} ({_ratio(each)})" for name, each in rates.items())
-                for kind, rates in found.items()
-            )
-            return "; ".join(shown), all(each["ratio"] >= 0.95 for each in found["token"].values())
-
         bench.cost(
             "functions, pulls and pushes, by token and TLS",
             "a token alone 0.95 x of none",
             "security",
             {"": {"functions": 1000 if quick else 3000, "moves": 200, "rounds": 3 if quick else 15}},
             by_kind,
+        )
+    if wanted("cost-transport"):
+        bench.cost(
+            "functions, pulls and pushes, over Unix sockets and TCP",
+            "0.95 x of TCP",
+            "transports",
+            {"": {"functions": 1000 if quick else 3000, "moves": 200, "rounds": 3 if quick else 15}},
+            lambda answers: by_kind(answers, "unix"),
         )
 
 
@@ -574,6 +582,7 @@ COSTS = (
     "cost-packing",
     "cost-telemetry",
     "cost-security",
+    "cost-transport",
 )
 
 

@@ -499,6 +499,9 @@ def test_a_cluster_that_was_never_started(house: House) -> None:
         ({"cwd": "no/such/place"}, "cwd is 'no/such/place'"),
         ({"env": {"TF_CONFIG": "{}"}}, "env names TF_CONFIG"),
         ({"token": "short"}, "can be guessed"),
+        ({"transport": "udp"}, "transport is 'udp'; give one of unix, tcp"),
+        ({"transport": "unix", "tls": True}, "host= and tls=True are for TCP"),
+        ({"transport": "unix", "host": "127.0.0.1"}, "host= and tls=True are for TCP"),
     ],
 )
 def test_bad_arguments(options: dict[str, object], message: str) -> None:
