@@ -384,7 +384,7 @@ def test_the_manuals_examples_are_right() -> None:
     """Every JSON example of docs/tf_config.md parses, and its sample errors are the ones raised."""
     manual = Path(__file__).parents[2].joinpath("docs", "tf_config.md").read_text(encoding="utf-8")
     examples = re.findall(r"```json\n(.*?)```", manual, re.DOTALL)
-    assert [TFConfig.parse(text).task for text in examples] == [Task("worker", 1), Task("worker", 2)]
+    assert [TFConfig.parse(text).task for text in examples] == [Task("worker", 1), Task("worker", 2), Task("ps", 0)]
     validate_for_strategy(TFConfig.parse(examples[0]).cluster, "chief", 0)
     mistakes: list[dict[str, object]] = [
         {"cluster": {"worker": WORKERS[:2]}, "task": {"type": "worker", "index": 3}},

@@ -601,7 +601,7 @@ class TestBadGradients:
         first, second = optimizers.Lion(), optimizers.Lion()
         assert first.name != second.name
         optimizers.SGD(name="only one")
-        with pytest.raises(errors.MisuseError, match="adam 'only one' already"):
+        with pytest.raises(errors.MisuseError, match="an optimizer 'only one' already"):
             optimizers.Adam(name="only one")
 
 
