@@ -39,7 +39,7 @@ from pscluster.coordinator.checkpoints.index import (
 )
 from pscluster.coordinator.job_progress import decoded
 from pscluster.coordinator.visits import Visits
-from pscluster.core.cluster import TFConfig, split_address
+from pscluster.core.cluster import TFConfig, parse_address
 from pscluster.core.data_plane.connection import ClosedError, Connection, Kind, as_buffers
 from pscluster.core.definitions import capture, resolve, split_off_bulk
 from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError, from_kind
@@ -784,8 +784,8 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("tf_config", [_TF_CONFIG.encode()], _tf_config, (ConfigurationError,)),
         Decoder(
             "address",
-            [b"ps0:2222", b"[::1]:1"],
-            lambda data: split_address(data.decode(errors="replace")),
+            [b"ps0:2222", b"[::1]:1", b"unix:/run/job/ps-0"],
+            lambda data: parse_address(data.decode(errors="replace")),
             (ConfigurationError,),
         ),
         Decoder("position", _position_examples(), _position, (CheckpointError,)),

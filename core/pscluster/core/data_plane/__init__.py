@@ -5,7 +5,8 @@ processes on one machine move two to eight times as much over a socket (docs/per
 may open a second port, on which the same methods are served, by the same handlers behind the same interceptors; what
 they are sent and send are the same protobuf messages. Everything can be done over gRPC alone: a client that can't reach
 the port, or has the role by another address than its own (a proxy's, a tunnel's), stays there, and so does whoever
-writes a client in another language. With TLS there is no data plane.
+writes a client in another language. With TLS there is no data plane. A role whose address is a Unix socket opens a
+second socket beside it instead of a port; see `unix_sockets`.
 
 On a connection, in both directions: packets. 4 bytes for the size of the body, 1 for its kind, 1 mark and 2 zeros, all
 little-endian; then the body.
