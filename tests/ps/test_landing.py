@@ -71,7 +71,7 @@ def test_too_much_and_too_little() -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     """One server."""
-    with LocalCluster(1, 1, log_level="ERROR") as cluster:
+    with LocalCluster(1, 1, transport="tcp", log_level="ERROR") as cluster:
         yield cluster
 
 

@@ -361,7 +361,7 @@ def test_insecure(tmp_path: Path) -> None:
     launcher.write_text(
         "import sys\n"
         "from pscluster.core import serving\n"
-        "serving.is_loopback = lambda host: False\n"
+        "serving.is_on_this_machine = lambda address: False\n"
         "from pscluster.ps.main import main\n"
         "main()\n"
     )
