@@ -64,8 +64,13 @@ PANELS = {"resident": "resident memory, MiB", "descriptors": "descriptors", "thr
 
 
 def established() -> set[str]:
-    """The inodes of all TCP sockets that are connected, as the links in /proc/*/fd name them."""
+    """Return the inodes of all connected sockets, TCP and Unix, as the links in /proc/*/fd name them."""
     found = set()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/net/unix").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[5] == "03":  # SS_CONNECTED
+                found.add(f"socket:[{fields[6]}]")
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
