@@ -21,7 +21,7 @@ from typing import Any
 from driver import Handlers, serve, timed
 from model import ROWS
 
-from pscluster.core.process import tune_allocator
+from pscluster.core.role.process import tune_allocator
 
 WIDTH = 64
 # What the first byte of a small request asks for; a number is behind eight.

@@ -35,7 +35,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.status import ask
-from pscluster.core.unix_sockets import connect, path_of
+from pscluster.core.transport.unix_sockets import connect, path_of
 from pscluster.ps.spill import LIMIT_BYTES
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from typing import Any
 
 import bare
 
-from pscluster.core.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
+from pscluster.core.transport.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
 
 FRAME = 1 << 20
 
@@ -67,7 +67,7 @@ class Client(bare.Client):
         import grpc
         from grpc.experimental import ChannelOptions
 
-        from pscluster.core.streams import DirectStream
+        from pscluster.core.transport.grpc_streams import DirectStream
 
         super().__init__(len(ports))
         options = [*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]

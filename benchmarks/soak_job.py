@@ -40,7 +40,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.health import is_healthy
-from pscluster.core.tokens import load_token
+from pscluster.core.security.tokens import load_token
 
 ROWS, WIDTH = 50_000, 32
 LARGE = 2_200_000  # elements: 4.2 MiB a shard, so that requests are streamed, and copies kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket_side
 
-from pscluster.core.data_plane.connection import tuned
+from pscluster.core.transport.tcp.packets import tuned
 
 if __name__ == "__main__":
     socket_side.main(__file__, tuned)

@@ -1,7 +1,7 @@
 """Generate the protobuf stubs from proto/, or with --check say whether the committed ones are fresh.
 
-Only messages are generated. Services are read from the descriptors at run time (pscluster.core.rpc), so the
-stubs do not tie the project to one version of grpcio.
+Only messages are generated. Services are read from the descriptors at run time
+(pscluster.core.transport.methods), so the stubs do not tie the project to one version of grpcio.
 """
 
 import argparse

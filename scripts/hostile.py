@@ -25,9 +25,9 @@ from tests.roles.hostile import bombs, crowd, rubbish, trickle  # noqa: E402
 from tests.roles.wire import SERVICES  # noqa: E402
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable  # noqa: E402
-from pscluster.core.channels import NODE_SERVICE, open_channel  # noqa: E402
 from pscluster.core.limits import raise_descriptor_limit  # noqa: E402
-from pscluster.core.rpc import Stub  # noqa: E402
+from pscluster.core.transport.channels import NODE_SERVICE, open_channel  # noqa: E402
+from pscluster.core.transport.methods import Stub  # noqa: E402
 from pscluster.v1 import node_pb2  # noqa: E402
 
 SECONDS = 5.0

@@ -31,7 +31,7 @@ from pscluster.coordinator import (
     experimental_get_current_worker_index,
     metrics,
 )
-from pscluster.core.unix_sockets import path_of
+from pscluster.core.transport.unix_sockets import path_of
 from pscluster.worker.evaluation import results_of, states_of
 
 # A shared machine may be slow at any moment: no test is about time.

@@ -20,9 +20,9 @@ from tests.ps.durable.support import padded, values_of
 
 from pscluster.coordinator.live_job import LiveJob, continue_job
 from pscluster.core.errors import BusyError, PsClusterError, StaleError, UnavailableError
-from pscluster.core.frames import pack, unpack
-from pscluster.core.identity import make_identity
-from pscluster.core.node import NodeService
+from pscluster.core.ids import make_identity
+from pscluster.core.role.node import NodeService
+from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps import service
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Restored
 from pscluster.ps.service import ParameterServerRole, ParameterServerService

@@ -27,8 +27,6 @@ from pscluster.coordinator.dispatch import Call, Dispatcher, ResourceRecipe
 from pscluster.coordinator.links import PsLink
 from pscluster.coordinator.scheduler import Scheduler, Task
 from pscluster.coordinator.waiting import Condition
-from pscluster.core.channels import PeerAddress
-from pscluster.core.definitions import CapturedFunction, capture
 from pscluster.core.errors import (
     BusyError,
     FunctionError,
@@ -38,6 +36,8 @@ from pscluster.core.errors import (
     PSUnavailableError,
     UnavailableError,
 )
+from pscluster.core.functions.definitions import CapturedFunction, capture
+from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.values import encode, encode_call
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
 from pscluster.worker.failures import failure_of

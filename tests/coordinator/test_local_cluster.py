@@ -23,7 +23,7 @@ from tests.faults.support import gone
 from pscluster.coordinator.local_cluster import LocalCluster, LocalClusterError
 from pscluster.coordinator.run import run_script
 from pscluster.coordinator.strategy import ParameterServerStrategy
-from pscluster.core.cluster import TFConfig, validate_for_strategy
+from pscluster.core.cluster.spec import TFConfig, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, MisuseError, WaitTimeoutError
 
 # Behaves as the roles' contract says, and obeys a line sent to its port. What it does it writes to a diary.

@@ -13,12 +13,12 @@ import pytest
 from tests.conftest import OpenCall
 
 from pscluster.core import limits
-from pscluster.core.channels import NODE_SERVICE
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
-from pscluster.core.frames import pack, unpack
-from pscluster.core.identity import VERSION, check_version
-from pscluster.core.node import NodeService, Role
-from pscluster.core.rpc import generic_handler
+from pscluster.core.ids import VERSION, check_version
+from pscluster.core.role.node import NodeService, Role
+from pscluster.core.transport.channels import NODE_SERVICE
+from pscluster.core.transport.frames import pack, unpack
+from pscluster.core.transport.methods import generic_handler
 from pscluster.core.values import decode
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2, value_pb2, worker_pb2

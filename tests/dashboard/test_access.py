@@ -24,9 +24,9 @@ from tests.conftest import until
 
 from pscluster.coordinator import ClusterCoordinator, Dashboard, LocalCluster, ParameterServerStrategy
 from pscluster.coordinator.dashboard import pages
-from pscluster.core import tokens, web
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
-from pscluster.core.tokens import load_token, new_token
+from pscluster.core.security import http_access, tokens
+from pscluster.core.security.tokens import load_token, new_token
 
 PATHS = ["/", "/page.js", "/page.css", "/uplot.js", "/uplot.css", "/state.json", "/events"]
 
@@ -111,7 +111,7 @@ def certificate(folder: Path, name: str) -> Path:
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl, which makes the certificates")
 def test_over_https(coordinator: ClusterCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a certificate and the token it listens anywhere; a renewed certificate is shown to whoever comes next."""
-    monkeypatch.setattr(web, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(http_access, "LOOK_SECONDS", 0.05)
     first, second = certificate(tmp_path, "first"), certificate(tmp_path, "second")
     token = coordinator.strategy.token
 

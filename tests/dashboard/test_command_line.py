@@ -17,8 +17,8 @@ from tests.conftest import until
 from tests.dashboard.browser import browser, complaints, needs_browser
 from tests.roles.processes import IDLE, PSCLUSTER, Process, Roles, environ, make_cluster
 
-from pscluster.core.certificates import make_certificates
-from pscluster.core.tokens import new_token
+from pscluster.core.security.certificates import make_certificates
+from pscluster.core.security.tokens import new_token
 
 
 def state_of(line: str) -> dict[str, object]:

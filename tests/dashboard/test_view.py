@@ -19,7 +19,7 @@ from pscluster.coordinator.dispatch import Look, WorkerLook
 from pscluster.coordinator.observed import MAX_DETAIL, MAX_EVENTS, Observed, Saved, Series, Training
 from pscluster.coordinator.rates import Rates, TaskRates, VariableRates
 from pscluster.coordinator.status import Answer, Asker
-from pscluster.core.channels import PeerAddress
+from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 
 PS = [PeerAddress("ps", index, f"ps{index}:1") for index in range(2)]

@@ -23,7 +23,7 @@ from pscluster.coordinator.api import (
     SimpleClusterResolver,
 )
 from pscluster.coordinator.partitioners import FixedShardsPartitioner
-from pscluster.core.tokens import new_token
+from pscluster.core.security.tokens import new_token
 
 PORT = 12_345
 

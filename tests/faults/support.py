@@ -20,11 +20,11 @@ from tests.faults.steps import PATIENCE
 
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, RemoteValue, Variable
 from pscluster.coordinator.partitioners import FixedShardsPartitioner
-from pscluster.core.channels import NODE_SERVICE, open_channel
 from pscluster.core.errors import from_kind, from_rpc
-from pscluster.core.frames import pack, padding, unpack
-from pscluster.core.identity import fresh_id
-from pscluster.core.rpc import Stub
+from pscluster.core.ids import fresh_id
+from pscluster.core.transport.channels import NODE_SERVICE, open_channel
+from pscluster.core.transport.frames import pack, padding, unpack
+from pscluster.core.transport.methods import Stub
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 

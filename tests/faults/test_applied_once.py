@@ -28,12 +28,12 @@ from pscluster.coordinator.api import (
     experimental_get_current_worker_index,
     optimizers,
 )
-from pscluster.core import frames as frames_module
-from pscluster.core.channels import PeerAddress
 from pscluster.core.context import FunctionContext, current_function
 from pscluster.core.errors import ProtocolError, StaleError
-from pscluster.core.frames import padding, view
-from pscluster.core.identity import fresh_id, make_identity
+from pscluster.core.ids import fresh_id, make_identity
+from pscluster.core.transport import frames as frames_module
+from pscluster.core.transport.channels import PeerAddress
+from pscluster.core.transport.frames import padding, view
 from pscluster.ps import client
 from pscluster.ps.payload import Payload
 from pscluster.ps.store import Store

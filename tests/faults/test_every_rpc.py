@@ -31,8 +31,8 @@ from pscluster.coordinator.api import (
 )
 from pscluster.coordinator.health import is_healthy
 from pscluster.core.errors import FunctionError
-from pscluster.core.faults import CALL_KINDS, LASTING
-from pscluster.core.rpc import methods
+from pscluster.core.testing.faults import CALL_KINDS, LASTING
+from pscluster.core.transport.methods import methods
 
 NTH = {
     "/pscluster.v1.ParameterServer/Checkpoint": (1, 2, 3),  # mark, write, drop

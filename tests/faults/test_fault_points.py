@@ -28,7 +28,7 @@ from pscluster.coordinator.api import FixedShardsPartitioner, ParameterServerStr
 from pscluster.core import fault_points
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.fault_points import FOLDER_VARIABLE, POINTS, VARIABLE
-from pscluster.core.faults import Faults, parse
+from pscluster.core.testing.faults import Faults, parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -39,16 +39,16 @@ from pscluster.coordinator.checkpoints.index import (
 )
 from pscluster.coordinator.job_progress import decoded
 from pscluster.coordinator.visits import Visits
-from pscluster.core.cluster import TFConfig, parse_address
-from pscluster.core.data_plane.connection import ClosedError, Connection, Kind, as_buffers
-from pscluster.core.definitions import capture, resolve, split_off_bulk
+from pscluster.core.cluster.spec import TFConfig, parse_address
 from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError, from_kind
-from pscluster.core.frames import Assembler, pack, padding, unpack
-from pscluster.core.identity import VERSION
+from pscluster.core.functions.definitions import capture, resolve, split_off_bulk
+from pscluster.core.functions.policy import Trust, settle, trust
+from pscluster.core.ids import VERSION
 from pscluster.core.limits import MAX_CALL_BYTES
-from pscluster.core.node import NodeService
-from pscluster.core.tokens import load_token
-from pscluster.core.trust import Trust, settle, trust
+from pscluster.core.role.node import NodeService
+from pscluster.core.security.tokens import load_token
+from pscluster.core.transport.frames import Assembler, pack, padding, unpack
+from pscluster.core.transport.tcp.packets import ClosedError, Connection, Kind, as_buffers
 from pscluster.core.values import decode, decode_call, encode, encode_call
 from pscluster.ps.checkpoints import tensor_files
 from pscluster.ps.checkpoints.roots import Roots

@@ -14,11 +14,11 @@ import pytest
 from tests.conftest import OpenCall, grpc_server, until
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
-from pscluster.core.channels import SERVER_OPTIONS
 from pscluster.core.errors import PSUnavailableError, UnavailableError, from_rpc
-from pscluster.core.frames import pack, unpack
-from pscluster.core.patience import Patience
-from pscluster.core.rpc import Stub, generic_handler
+from pscluster.core.transport.channels import SERVER_OPTIONS
+from pscluster.core.transport.frames import pack, unpack
+from pscluster.core.transport.methods import Stub, generic_handler
+from pscluster.core.transport.watchdog import Patience
 from pscluster.ps.budget import Budget
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.wire import SERVICE

@@ -14,11 +14,11 @@ import pytest
 from tests.conftest import PATIENCE, OpenCall
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
-from pscluster.core.channels import PeerAddress
 from pscluster.core.errors import PSUnavailableError, UnavailableError
-from pscluster.core.frames import pack
-from pscluster.core.identity import make_identity
-from pscluster.core.streams import QueuedStream
+from pscluster.core.ids import make_identity
+from pscluster.core.transport.channels import PeerAddress
+from pscluster.core.transport.frames import pack
+from pscluster.core.transport.grpc_streams import QueuedStream
 from pscluster.ps import client as client_module
 from pscluster.ps.client import PsClient
 from pscluster.ps.connections import Server, Session

@@ -10,10 +10,10 @@ from tests.conftest import PATIENCE
 from tests.faults.support import connections_to, until
 
 from pscluster.coordinator.api import LocalCluster
-from pscluster.core import tls
-from pscluster.core.channels import PeerAddress
 from pscluster.core.errors import UnavailableError
-from pscluster.core.identity import make_identity
+from pscluster.core.ids import make_identity
+from pscluster.core.security import tls
+from pscluster.core.transport.channels import PeerAddress
 from pscluster.ps.connections import Server
 
 

@@ -24,7 +24,7 @@ from tests.ps.durable.support import (
 )
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, StaleError, UnknownVariableError
-from pscluster.core.frames import pack, unpack
+from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.counts import ServiceCounts
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper
 from pscluster.ps.durable.plan import Durability

@@ -26,11 +26,11 @@ from pscluster.coordinator import (
     ParameterServerStrategy,
     Variable,
 )
-from pscluster.core.channels import PeerAddress
-from pscluster.core.data_plane import client as data_client
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.serving import DATA_PORT_VARIABLE, data_port_of
-from pscluster.core.streams import DirectStream, StreamEndedError
+from pscluster.core.role.server import DATA_PORT_VARIABLE, data_port_of
+from pscluster.core.transport.channels import PeerAddress
+from pscluster.core.transport.grpc_streams import DirectStream, StreamEndedError
+from pscluster.core.transport.tcp import client as data_client
 from pscluster.ps.client import PsClient
 from pscluster.ps.connections import Session
 

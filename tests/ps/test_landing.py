@@ -14,9 +14,9 @@ from hypothesis import given
 from tests.conftest import PATIENCE
 
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
-from pscluster.core.channels import PeerAddress
 from pscluster.core.errors import ProtocolError
-from pscluster.core.frames import CHUNK_BYTES, Buffer, pack, padding, parts_of, view
+from pscluster.core.transport.channels import PeerAddress
+from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, pack, padding, parts_of, view
 from pscluster.ps.landing import Landing
 from pscluster.ps.wire import SESSION_BYTES
 from pscluster.v1 import ps_pb2

@@ -13,7 +13,7 @@ from tests.conftest import OpenCall, until
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.errors import StaleError
-from pscluster.core.frames import pack, unpack
+from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.payload import Payload
 from pscluster.ps.plans import MAX_PLANS
 from pscluster.ps.service import ParameterServerRole, ParameterServerService

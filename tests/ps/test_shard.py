@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pscluster.core.frames import Buffer, padding, view
+from pscluster.core.transport.frames import Buffer, padding, view
 from pscluster.ps import rules, shard, store
 from pscluster.ps.payload import Payload
 from pscluster.ps.shard import Shard, Snapshot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pscluster.core.frames import view
+from pscluster.core.transport.frames import view
 from pscluster.ps.spares import Spares
 
 FLOAT = np.dtype(np.float32)

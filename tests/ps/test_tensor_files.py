@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.manager import _plan_variable
 from pscluster.core.errors import CheckpointError, StaleError, UnavailableError
-from pscluster.core.frames import padding, view
 from pscluster.core.geometry import Partition
-from pscluster.core.identity import fresh_id
+from pscluster.core.ids import fresh_id
+from pscluster.core.transport.frames import padding, view
 from pscluster.ps.checkpoints import tensor_files
 from pscluster.ps.checkpoints.parts import Parts
 from pscluster.ps.checkpoints.tensor_files import TensorToWrite, WrittenFile, WrittenTensor, join

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
-from pscluster.core.rpc import methods
+from pscluster.core.transport.methods import methods
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 6, 8, 9

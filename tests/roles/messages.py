@@ -8,7 +8,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import strategies as st
 
-from pscluster.core.identity import VERSION
+from pscluster.core.ids import VERSION
 
 _NUMBERS = (
     0,

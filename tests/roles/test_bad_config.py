@@ -31,7 +31,7 @@ from tests.roles.processes import (
     tf_config,
 )
 
-from pscluster.core.identity import VERSION
+from pscluster.core.ids import VERSION
 
 PYTHON = (sys.executable,)
 CLUSTER = {
@@ -379,7 +379,7 @@ def test_swapped_addresses(tmp_path: Path) -> None:
 
 LAUNCHER = """
 import sys
-from pscluster.core import identity
+from pscluster.core import ids as identity
 
 identity.VERSION = "9.9.9"
 sys.argv = ["pscluster", *sys.argv[1:]]

@@ -11,7 +11,7 @@ from tests.roles.hostile import half_messages
 from tests.roles.processes import Process, Roles, make_cluster
 from tests.roles.wire import JOB, OPTIMIZER, SECONDS, VARIABLE, Connection, add_to_all, connect
 
-from pscluster.core.frames import pack, unpack
+from pscluster.core.transport.frames import pack, unpack
 from pscluster.v1 import ps_pb2
 
 ROWS = 4

@@ -23,15 +23,15 @@ from tests.roles.processes import PSCLUSTER, Roles, make_cluster, until
 from tests.roles.wire import SERVICES
 
 from pscluster.core import limits
-from pscluster.core.channels import NODE_SERVICE, open_channel
-from pscluster.core.doorkeeper import _LOOKS_TO_FORGET, Doorkeeper, _peer_of
-from pscluster.core.identity import make_identity
+from pscluster.core.ids import make_identity
 from pscluster.core.limits import raise_descriptor_limit
-from pscluster.core.rpc import Stub
 from pscluster.core.security.authenticator import CALL_METADATA
 from pscluster.core.security.channel import AuthenticatedChannel
+from pscluster.core.security.connection_reaper import _LOOKS_TO_FORGET, Doorkeeper, _peer_of
 from pscluster.core.security.handshake import Secret
 from pscluster.core.security.refusals import BURST
+from pscluster.core.transport.channels import NODE_SERVICE, open_channel
+from pscluster.core.transport.methods import Stub
 from pscluster.v1 import node_pb2
 
 TOKEN = "correct-horse-battery-staple"

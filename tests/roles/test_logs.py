@@ -55,7 +55,7 @@ def test_a_line_an_event() -> None:
     """What others have named makes no line of its own, in either form; JSON holds a traceback in its line."""
     program = (
         "import logging, sys\n"
-        "from pscluster.core.process import bind_log, configure_logging\n"
+        "from pscluster.core.role.process import bind_log, configure_logging\n"
         "configure_logging('ps/0', 'INFO', sys.argv[1])\n"
         "bind_log(role='ps')\n"
         "logging.getLogger('x').info('a variable %s', 'w\\n12:00:00 ps/0 ERROR all is lost')\n"
@@ -84,7 +84,7 @@ def test_a_wait_is_said_once(tmp_path: Path) -> None:
     """While the same is waited for and the same is seen, the log stays as it is."""
     patched = tmp_path / "impatient.py"
     patched.write_text(
-        "from pscluster.core import channels\n"
+        "from pscluster.core.transport import channels\n"
         "channels._REMIND_SECONDS = 0.2\n"
         "from pscluster.worker.main import main\n"
         "main()\n"

@@ -15,9 +15,9 @@ import pytest
 from tests.roles.wire import SECONDS
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
-from pscluster.core.channels import NODE_SERVICE, open_channel
-from pscluster.core.identity import make_identity
-from pscluster.core.rpc import Stub, methods
+from pscluster.core.ids import make_identity
+from pscluster.core.transport.channels import NODE_SERVICE, open_channel
+from pscluster.core.transport.methods import Stub, methods
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE

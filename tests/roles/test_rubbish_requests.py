@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.conftest import OpenCall
 
 from pscluster.core.errors import PsClusterError
-from pscluster.core.frames import pack, padding, unpack
+from pscluster.core.transport.frames import pack, padding, unpack
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2
 

@@ -12,7 +12,7 @@ import pytest
 from tests.roles.processes import DONE, HELD, IDLE, JOB, PSCLUSTER, Process, Roles, environ, make_cluster, until
 from tests.roles.wire import Frames, add_to_all, connect
 
-from pscluster.core.frames import CHUNK_BYTES, pack
+from pscluster.core.transport.frames import CHUNK_BYTES, pack
 from pscluster.v1 import ps_pb2
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT]

@@ -132,7 +132,7 @@ def test_long_wait_is_a_warning(tmp_path: Path) -> None:
     """Who waits long is warned, with what was seen, where only warnings are shown."""
     patched = tmp_path / "impatient.py"
     patched.write_text(
-        "from pscluster.core import channels\n"
+        "from pscluster.core.transport import channels\n"
         "channels._REMIND_SECONDS = 0.2\n"
         "from pscluster.worker.main import main\n"
         "main()\n"

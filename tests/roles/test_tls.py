@@ -51,14 +51,14 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.health import is_healthy
 from pscluster.coordinator.local_cluster import child_environ
-from pscluster.core import access
-from pscluster.core.certificates import make_certificates, renew_certificates
-from pscluster.core.channels import PeerAddress
 from pscluster.core.errors import ConfigurationError, NotPermittedError, UnavailableError
-from pscluster.core.frames import pack, unpack
-from pscluster.core.patience import Patience
-from pscluster.core.rpc import Method, Stub, methods
-from pscluster.core.tls import Tls, load_tls
+from pscluster.core.security import access
+from pscluster.core.security.certificates import make_certificates, renew_certificates
+from pscluster.core.security.tls import Tls, load_tls
+from pscluster.core.transport.channels import PeerAddress
+from pscluster.core.transport.frames import pack, unpack
+from pscluster.core.transport.methods import Method, Stub, methods
+from pscluster.core.transport.watchdog import Patience
 from pscluster.ps.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2

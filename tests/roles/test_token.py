@@ -34,10 +34,10 @@ from tests.roles.processes import (
 from tests.roles.wire import SECONDS, SERVICES, Metadata, with_token
 
 from pscluster.core.errors import KIND_METADATA
-from pscluster.core.open_health import PATH
-from pscluster.core.rpc import Method, methods
-from pscluster.core.serving import RoleOptions
-from pscluster.core.tokens import MIN_BITS, strength
+from pscluster.core.role.open_health import PATH
+from pscluster.core.role.server import RoleOptions
+from pscluster.core.security.tokens import MIN_BITS, strength
+from pscluster.core.transport.methods import Method, methods
 
 TOKEN = "correct-horse-battery-staple"
 WRONG: dict[str, Metadata] = {
@@ -360,7 +360,7 @@ def test_insecure(tmp_path: Path) -> None:
     launcher = tmp_path / "launcher.py"
     launcher.write_text(
         "import sys\n"
-        "from pscluster.core import serving\n"
+        "from pscluster.core.role import server as serving\n"
         "serving.is_on_this_machine = lambda address: False\n"
         "from pscluster.ps.main import main\n"
         "main()\n"
@@ -386,7 +386,7 @@ def test_bind_elsewhere_with_a_token(tmp_path: Path) -> None:
 
 def test_run_keeps_its_token_to_itself(tmp_path: Path) -> None:
     """`pscluster run` makes a token that is in no command line and no output."""
-    said = 'from pscluster.core.tokens import load_token; print("connected", load_token(None)'
+    said = 'from pscluster.core.security.tokens import load_token; print("connected", load_token(None)'
     (tmp_path / "idle.py").write_text(IDLE.replace('print("connected"', said))
     gate = tmp_path / "gate"
     command = [*PSCLUSTER, "run", "--log-level", "debug", str(tmp_path / "idle.py"), str(gate)]
@@ -407,7 +407,7 @@ def test_run_keeps_its_token_to_itself(tmp_path: Path) -> None:
 NOWHERE = """
 import os, pathlib, subprocess, sys
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver, Variable
-from pscluster.core.tokens import load_token
+from pscluster.core.security.tokens import load_token
 
 def places(*_):
     token = str(load_token(None))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.roles.processes import PSCLUSTER, Process, Roles, environ, run, run_all, tf_config, until
 
-from pscluster.core.tls import CERTIFICATE
+from pscluster.core.security.tls import CERTIFICATE
 
 SCRIPT = """
 import json, os, sys

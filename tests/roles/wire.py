@@ -12,13 +12,13 @@ import numpy as np
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 
-from pscluster.core.channels import NODE_SERVICE
-from pscluster.core.frames import CHUNK_BYTES, pack, unpack
-from pscluster.core.identity import VERSION
-from pscluster.core.rpc import Stub
+from pscluster.core.ids import VERSION
 from pscluster.core.security.channel import AuthenticatedChannel
 from pscluster.core.security.handshake import Secret
-from pscluster.core.tokens import user_token
+from pscluster.core.security.tokens import user_token
+from pscluster.core.transport.channels import NODE_SERVICE
+from pscluster.core.transport.frames import CHUNK_BYTES, pack, unpack
+from pscluster.core.transport.methods import Stub
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE

@@ -17,7 +17,7 @@ import pytest
 from pscluster.coordinator.counts import CoordinatorCounts
 from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
-from pscluster.core.telemetry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
+from pscluster.core.metrics.registry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
 from pscluster.ps.budget import Budget
 from pscluster.ps.counts import ServiceCounts, VariableCounts
 from pscluster.ps.plans import PreparedRead
@@ -98,7 +98,7 @@ def test_the_document_has_them(role: type[Telemetry]) -> None:
 
 
 def test_nothing_is_called_between_the_reading_and_the_writing_of_a_counter() -> None:
-    """Or what other threads have added meanwhile would be lost; see `pscluster.core.telemetry`."""
+    """Or what other threads have added meanwhile would be lost; see `pscluster.core.metrics.registry`."""
     found = []
     for path in sorted(Path(__file__).parents[2].glob("*/pscluster/*/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

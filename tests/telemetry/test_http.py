@@ -16,12 +16,12 @@ from tests.conftest import until
 from tests.telemetry.scraping import SECONDS, Scraped, get, scrape
 from tests.telemetry.test_figures import OneRole
 
-from pscluster.core.certificates import make_certificates
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.serving import RoleOptions, metrics_port_of, options_of_environ, serve_metrics
-from pscluster.core.telemetry import exposition
-from pscluster.core.telemetry.exposition import MetricsServer
-from pscluster.core.tls import load_tls
+from pscluster.core.metrics import exposition
+from pscluster.core.metrics.exposition import MetricsServer
+from pscluster.core.role.server import RoleOptions, metrics_port_of, options_of_environ, serve_metrics
+from pscluster.core.security.certificates import make_certificates
+from pscluster.core.security.tls import load_tls
 
 TOKEN = "correct-horse-battery-staple"
 

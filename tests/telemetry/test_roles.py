@@ -25,7 +25,7 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.errors import FunctionError
-from pscluster.core.telemetry import MAX_LABELS, OTHER, Telemetry
+from pscluster.core.metrics.registry import MAX_LABELS, OTHER, Telemetry
 from pscluster.ps.telemetry import ServerTelemetry
 from pscluster.worker.telemetry import WorkerTelemetry
 

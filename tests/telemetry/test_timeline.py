@@ -17,8 +17,8 @@ from tests.faults.support import running_job
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, Variable
 from pscluster.coordinator.counts import Attempt
 from pscluster.coordinator.timeline import Recorded, Span, events_of, together
-from pscluster.core.channels import PeerAddress
-from pscluster.core.telemetry.recording import EACH, MAX_FUNCTIONS
+from pscluster.core.metrics.trace import EACH, MAX_FUNCTIONS
+from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 
 Event = dict[str, Any]

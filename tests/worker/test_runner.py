@@ -18,9 +18,9 @@ import pytest
 from tests.conftest import until
 
 from pscluster.core.errors import StaleError, UnavailableError
-from pscluster.core.handles import Handle
-from pscluster.core.telemetry.recording import Recording
+from pscluster.core.metrics.trace import Recording
 from pscluster.core.values import encode_call
+from pscluster.core.values.handles import Handle
 from pscluster.ps.client import PsClient
 from pscluster.ps.counts import ClientCounts
 from pscluster.v1 import node_pb2, worker_pb2

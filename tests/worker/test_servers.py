@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pscluster.core.channels import PeerAddress
 from pscluster.core.errors import ConfigurationError, ProtocolError
-from pscluster.core.serving import RoleOptions
+from pscluster.core.role.server import RoleOptions
+from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 from pscluster.worker.servers import ServerList
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pscluster.core import trust
 from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError
-from pscluster.core.trust import Trust
+from pscluster.core.functions import policy
+from pscluster.core.functions.policy import Trust
 from pscluster.worker.sources import MappedArray
 
 
@@ -31,11 +31,11 @@ def mapped(tmp_path: Path) -> MappedArray:
 @pytest.fixture
 def worker(tmp_path: Path, mapped: MappedArray) -> Iterator[Trust]:
     """Pickles are off on this worker, which was given the folder that the array is in."""
-    before = trust.trust()
-    found = trust.trust_of(False, "", [str(Path(mapped.path).parent)], {}, is_worker=True)
-    trust.settle(found)
+    before = policy.trust()
+    found = policy.trust_of(False, "", [str(Path(mapped.path).parent)], {}, is_worker=True)
+    policy.settle(found)
     yield found
-    trust.settle(before)
+    policy.settle(before)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_files_outside_are_not_read(mapped: MappedArray, worker: Trust, tmp_path
     for path in (str(own / "none"), "\0", "x" * 10_000):
         with pytest.raises(MisuseError, match=r"can't be read here"):
             replace(mapped, path=path).open()
-    trust.settle(replace(worker, data=(tmp_path.resolve(),)))
+    policy.settle(replace(worker, data=(tmp_path.resolve(),)))
     assert replace(mapped, path=str(own / "link.npy")).open().shape == (4, 3)
-    trust.settle(replace(worker, is_worker=False))
+    policy.settle(replace(worker, is_worker=False))
     with pytest.raises(MisuseError, match=r"only workers read data files for peers"):
         mapped.open()
 
@@ -97,7 +97,7 @@ def test_what_is_no_file_is_not_opened_for_long(mapped: MappedArray) -> None:
 def test_the_folders_of_data(tmp_path: Path) -> None:
     """Of the option or the environment; one that is not there is an error."""
     environ = {"PSCLUSTER_DATA_FROM": str(tmp_path)}
-    assert trust.trust_of(False, environ=environ).data == (tmp_path.resolve(),)
-    assert trust.trust_of(False, environ=environ, data_from=["/"]).data == (Path("/"),)
+    assert policy.trust_of(False, environ=environ).data == (tmp_path.resolve(),)
+    assert policy.trust_of(False, environ=environ, data_from=["/"]).data == (Path("/"),)
     with pytest.raises(ConfigurationError, match=r"names '/not/there', which is no folder here"):
-        trust.trust_of(False, data_from=["/not/there"])
+        policy.trust_of(False, data_from=["/not/there"])

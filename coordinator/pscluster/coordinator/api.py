@@ -22,9 +22,9 @@ from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.training import callbacks as callbacks  # modules are not in __all__
 from pscluster.coordinator.training.history import History
 from pscluster.core import errors as errors
-from pscluster.core.cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
+from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
 from pscluster.core.context import experimental_get_current_worker_index
-from pscluster.core.identity import VERSION
+from pscluster.core.ids import VERSION
 from pscluster.ps import initializers as initializers
 from pscluster.ps import metrics as metrics
 from pscluster.ps import optimizers as optimizers

@@ -12,12 +12,12 @@ import click
 
 from pscluster.coordinator.options import dashboard_options
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.process import log_options, main_of
-from pscluster.core.shown import shown
-from pscluster.core.trust import add_pickle_options
+from pscluster.core.functions.policy import add_pickle_options
+from pscluster.core.role.process import log_options, main_of
+from pscluster.core.sanitize import shown
 
 if TYPE_CHECKING:
-    from pscluster.core.channels import PeerAddress
+    from pscluster.core.transport.channels import PeerAddress
 
 # Imports that take long stand in the commands: containers run `pscluster health` every few seconds, and what the
 # others need, NumPy first of all, takes four times as long to load as the check takes (0.4 against 0.1 s).
@@ -125,7 +125,7 @@ def run_command(
 ) -> None:
     """Run SCRIPT as the coordinator of a local cluster that lives as long as it."""
     from pscluster.coordinator.run import run_script
-    from pscluster.core.serving import metrics_port_of
+    from pscluster.core.role.server import metrics_port_of
 
     sys.exit(
         run_script(
@@ -154,9 +154,9 @@ def run_command(
 def health_command(address: str, token_file: Path | None, tls_folder: Path | None, insecure: bool) -> None:
     """Ask the role at ADDRESS (HOST:PORT or unix:PATH) whether it serves. Exit code 0: yes, 1: no."""
     from pscluster.coordinator.health import is_healthy
-    from pscluster.core.cluster import parse_address
-    from pscluster.core.tls import INSECURE_VARIABLE, check_plain, is_set, load_tls, token_for
-    from pscluster.core.tokens import load_token
+    from pscluster.core.cluster.spec import parse_address
+    from pscluster.core.security.tls import INSECURE_VARIABLE, check_plain, is_set, load_tls, token_for
+    from pscluster.core.security.tokens import load_token
 
     parse_address(address)
     tls, insecure = load_tls("tool", tls_folder), insecure or is_set(INSECURE_VARIABLE)
@@ -203,9 +203,9 @@ def top_command(
 def _cluster(token_file: Path | None, tls_folder: Path | None, insecure: bool) -> list[PeerAddress]:
     """Whom to ask, and with what. ConfigurationError if that is nobody."""
     from pscluster.coordinator.status import peers_of
-    from pscluster.core.cluster import TFConfig
-    from pscluster.core.tls import INSECURE_VARIABLE, is_set, load_tls, token_for
-    from pscluster.core.tokens import load_token
+    from pscluster.core.cluster.spec import TFConfig
+    from pscluster.core.security.tls import INSECURE_VARIABLE, is_set, load_tls, token_for
+    from pscluster.core.security.tokens import load_token
 
     cluster = TFConfig.from_environ().cluster
     if not cluster:
@@ -227,7 +227,7 @@ def _cluster(token_file: Path | None, tls_folder: Path | None, insecure: bool) -
 @click.option("--file", "path", type=click.Path(path_type=Path), help="Create this file if it is missing.")
 def token_command(path: Path | None) -> None:
     """Make a cluster token: print it, or with --file put it into a file that only you can read."""
-    from pscluster.core.tokens import create_token_file, new_token
+    from pscluster.core.security.tokens import create_token_file, new_token
 
     if path is None:
         click.echo(new_token())
@@ -251,8 +251,8 @@ def certs_command(folder: Path, hosts: tuple[str, ...], days: float, renew: bool
 
     They are good for localhost, the hosts of the cluster in TF_CONFIG, if it is set, and each --host.
     """
-    from pscluster.core.certificates import hosts_of, make_certificates, renew_certificates
-    from pscluster.core.cluster import TFConfig
+    from pscluster.core.cluster.spec import TFConfig
+    from pscluster.core.security.certificates import hosts_of, make_certificates, renew_certificates
 
     if renew:
         renew_certificates(folder, hosts, days)
@@ -303,7 +303,7 @@ def merge_command(directory: str, out: str) -> None:
 @cli.command("version")
 def version_command() -> None:
     """Print the version."""
-    from pscluster.core.identity import VERSION
+    from pscluster.core.ids import VERSION
 
     click.echo(f"pscluster {VERSION}")
 

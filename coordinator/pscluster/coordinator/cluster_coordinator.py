@@ -28,9 +28,10 @@ from pscluster.coordinator.remote_value import RemoteValue
 from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
-from pscluster.core.captures import Captures
 from pscluster.core.context import current_function
-from pscluster.core.definitions import (
+from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
+from pscluster.core.functions.capture import Captures
+from pscluster.core.functions.definitions import (
     CapturedFunction,
     FunctionHandle,
     capture,
@@ -38,9 +39,8 @@ from pscluster.core.definitions import (
     needs_definition,
     partial_of,
 )
-from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
-from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.values import HandleResolver, encode_call, map_structure
+from pscluster.core.values.handles import Handle, StaysHere
 from pscluster.ps.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
 from pscluster.worker.datasets import given

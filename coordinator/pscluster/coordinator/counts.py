@@ -1,4 +1,4 @@
-"""What is counted of a job by its coordinator. See `pscluster.core.telemetry` for how."""
+"""What is counted of a job by its coordinator. See `pscluster.core.metrics.registry` for how."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pscluster.coordinator.scheduler import Task
-from pscluster.core.telemetry import Histogram
-from pscluster.core.telemetry.recording import MAX_FUNCTIONS
+from pscluster.core.metrics.registry import Histogram
+from pscluster.core.metrics.trace import MAX_FUNCTIONS
 
 
 class Attempt(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pscluster.core.definitions import CapturedFunction
 from pscluster.core.errors import MisuseError
-from pscluster.core.handles import Handle
+from pscluster.core.functions.definitions import CapturedFunction
+from pscluster.core.values.handles import Handle
 
 
 class PerWorkerIterator(Handle):

@@ -52,9 +52,6 @@ from pscluster.coordinator.partly_applied import PartlyApplied
 from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduler import Late, Scheduler, State, Task
 from pscluster.coordinator.waiting import Condition, result_of
-from pscluster.core.channels import MAX_INLINE_BYTES, PeerAddress
-from pscluster.core.data_plane.client import DataPort
-from pscluster.core.definitions import CapturedFunction, split_off_bulk
 from pscluster.core.errors import (
     CancelledError,
     DatasetError,
@@ -69,10 +66,13 @@ from pscluster.core.errors import (
     from_rpc,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.handles import Handle
-from pscluster.core.telemetry import Snapshot
-from pscluster.core.telemetry.recording import EACH, SHORT_SECONDS
+from pscluster.core.functions.definitions import CapturedFunction, split_off_bulk
+from pscluster.core.metrics.registry import Snapshot
+from pscluster.core.metrics.trace import EACH, SHORT_SECONDS
+from pscluster.core.transport.channels import MAX_INLINE_BYTES, PeerAddress
+from pscluster.core.transport.tcp.client import DataPort
 from pscluster.core.values import MAX_DEPTH, Buffer, ClassDefiner, children, nesting, splice
+from pscluster.core.values.handles import Handle
 from pscluster.ps.ledger import IntervalSet
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
 from pscluster.worker.failures import PARTLY_APPLIED, failure_of, rebuild_failure

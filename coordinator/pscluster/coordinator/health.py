@@ -5,9 +5,9 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pscluster.core.channels import explain, open_channel
 from pscluster.core.errors import RETRYABLE, from_rpc
-from pscluster.core.tls import Tls
+from pscluster.core.security.tls import Tls
+from pscluster.core.transport.channels import explain, open_channel
 
 ASK_SECONDS = 3.0
 

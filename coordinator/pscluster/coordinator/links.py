@@ -25,16 +25,6 @@ import grpc
 import tenacity
 
 from pscluster.coordinator.observed import Observed
-from pscluster.core.channels import (
-    HELLO_SECONDS,
-    NODE_SERVICE,
-    PeerAddress,
-    open_aio_channel,
-    open_peer_channel,
-    open_stream,
-    why_untrusted,
-)
-from pscluster.core.data_plane.client import DataPort
 from pscluster.core.errors import (
     AuthenticationError,
     BusyError,
@@ -49,11 +39,21 @@ from pscluster.core.errors import (
     is_retryable,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import Assembler, Buffer, pack, pieces, unpack
 from pscluster.core.limits import MAX_COUNT, one_line
-from pscluster.core.rpc import Stub
 from pscluster.core.security.aio_channel import AuthenticatedAioChannel
-from pscluster.core.streams import Stream
+from pscluster.core.transport.channels import (
+    HELLO_SECONDS,
+    NODE_SERVICE,
+    PeerAddress,
+    open_aio_channel,
+    open_peer_channel,
+    open_stream,
+    why_untrusted,
+)
+from pscluster.core.transport.frames import Assembler, Buffer, pack, pieces, unpack
+from pscluster.core.transport.grpc_streams import Stream
+from pscluster.core.transport.methods import Stub
+from pscluster.core.transport.tcp.client import DataPort
 from pscluster.ps.ledger import IntervalSet
 from pscluster.ps.wire import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2

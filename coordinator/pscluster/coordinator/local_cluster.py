@@ -72,22 +72,22 @@ from pscluster.coordinator.supervisor import (
     Tick,
     task_name,
 )
-from pscluster.core.cluster import ClusterResolver, ClusterSpec, Task, TFConfig, is_loopback
+from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
-from pscluster.core.handles import StaysHere
-from pscluster.core.process import LOG_FORMATS, LOG_LEVELS
-from pscluster.core.serving import (
+from pscluster.core.functions.policy import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
+from pscluster.core.role.process import LOG_FORMATS, LOG_LEVELS
+from pscluster.core.role.server import (
     DATA_PORT_VARIABLE,
     GRACE_SECONDS,
     METRICS_PORT_VARIABLE,
     data_port_of,
     metrics_port_of,
 )
-from pscluster.core.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE, Tls, load_tls
-from pscluster.core.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
-from pscluster.core.trust import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
-from pscluster.core.unix_sockets import address_of
-from pscluster.core.unix_sockets import supported as has_unix_sockets
+from pscluster.core.security.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE, Tls, load_tls
+from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
+from pscluster.core.transport.unix_sockets import address_of
+from pscluster.core.transport.unix_sockets import supported as has_unix_sockets
+from pscluster.core.values.handles import StaysHere
 from pscluster.ps.durable.keeper import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
 
 logger = logging.getLogger("pscluster.local_cluster")
@@ -358,7 +358,8 @@ class LocalCluster(ClusterResolver, StaysHere):
         self._env[STATE_VARIABLE] = state_dir
 
     def _make_certificates(self, folder: Path) -> None:
-        from pscluster.core.certificates import make_certificates  # takes longer to import than most clusters need it
+        # Slow to import, and most clusters need none.
+        from pscluster.core.security.certificates import make_certificates
 
         self.tls_folder = str(folder)
         make_certificates(folder, [self._host])

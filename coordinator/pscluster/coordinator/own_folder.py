@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.unix_sockets import places
+from pscluster.core.transport.unix_sockets import places
 
 _PREFIX, _SOCKETS_PREFIX, _SUFFIX = "pscluster-local-", "psc-", ".tmp"
 _NAME = re.compile(rf"({_PREFIX}|{_SOCKETS_PREFIX})[a-z0-9_]{{8}}{re.escape(_SUFFIX)}")  # as `mkdtemp` makes them

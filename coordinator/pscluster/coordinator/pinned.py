@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pscluster.core.errors import PsClusterError, UnknownVariableError
 from pscluster.core.fault_points import reach
-from pscluster.core.handles import Handle
+from pscluster.core.values.handles import Handle
 from pscluster.ps.optimizers import Optimizer
 from pscluster.ps.variables import JoinedVariable, SlotVariable, Variable
 from pscluster.ps.wire import PINNED

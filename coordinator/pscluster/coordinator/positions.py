@@ -25,7 +25,7 @@ from pscluster.coordinator.job_progress import JobProgress
 from pscluster.coordinator.visits import Visits
 from pscluster.coordinator.waiting import result_of
 from pscluster.core.errors import MisuseError
-from pscluster.core.handles import Handle
+from pscluster.core.values.handles import Handle
 from pscluster.ps.wire import OURS
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.distributed import DistributedDataset
 from pscluster.coordinator.observed import Training
-from pscluster.core.shown import shown as plain
+from pscluster.core.sanitize import shown as plain
 
 PLAIN_SECONDS = 2.0
 LIVE_SECONDS = 0.05

@@ -43,10 +43,10 @@ from pscluster.coordinator.local_cluster import (
     child_environ,
 )
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.process import configure_logging
-from pscluster.core.serving import METRICS_PORT_VARIABLE
-from pscluster.core.shown import shown
-from pscluster.core.trust import DATA_VARIABLE, FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
+from pscluster.core.functions.policy import DATA_VARIABLE, FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
+from pscluster.core.role.process import configure_logging
+from pscluster.core.role.server import METRICS_PORT_VARIABLE
+from pscluster.core.sanitize import shown
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FIRST_END_SECONDS = 2.0

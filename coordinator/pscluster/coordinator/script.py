@@ -17,12 +17,12 @@ import click
 from pscluster.coordinator.options import dashboard_options
 from pscluster.coordinator.settings import set_process_options
 from pscluster.coordinator.strategy import ParameterServerStrategy, close_all
-from pscluster.core.cluster import TFConfig
+from pscluster.core.cluster.spec import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import arm
-from pscluster.core.process import complain, configure_logging, log_options, main_of, tune_allocator
-from pscluster.core.serving import RoleOptions, expect_type, on_parents_death, options_of_environ, role_options
-from pscluster.core.tokens import hide_token
+from pscluster.core.role.process import complain, configure_logging, log_options, main_of, tune_allocator
+from pscluster.core.role.server import RoleOptions, expect_type, on_parents_death, options_of_environ, role_options
+from pscluster.core.security.tokens import hide_token
 
 logger = logging.getLogger(__name__)
 

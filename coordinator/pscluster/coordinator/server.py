@@ -10,10 +10,10 @@ else:
 from __future__ import annotations
 
 from pscluster.coordinator.settings import process_options
-from pscluster.core.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
+from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, TFConfigClusterResolver
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.serving import RoleOptions, listen_address, run_role
-from pscluster.core.tokens import hide_token
+from pscluster.core.role.server import RoleOptions, listen_address, run_role
+from pscluster.core.security.tokens import hide_token
 from pscluster.ps.main import bounds_of_environ, durability_options, serve_ps
 from pscluster.worker.main import serve_worker
 

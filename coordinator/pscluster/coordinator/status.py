@@ -23,12 +23,12 @@ from rich.text import Text
 from pscluster.coordinator.health import ASK_SECONDS
 from pscluster.coordinator.rates import BUSIEST, RateMeter, Rates, TaskRates, VariableRates
 from pscluster.coordinator.render import rendered
-from pscluster.core.channels import NODE_SERVICE, PeerAddress, explain, open_peer_channel
-from pscluster.core.cluster import ClusterSpec
+from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import RETRYABLE, from_rpc
-from pscluster.core.rpc import Stub
-from pscluster.core.shown import shown, shown_json
-from pscluster.core.tls import Tls
+from pscluster.core.sanitize import shown, shown_json
+from pscluster.core.security.tls import Tls
+from pscluster.core.transport.channels import NODE_SERVICE, PeerAddress, explain, open_peer_channel
+from pscluster.core.transport.methods import Stub
 from pscluster.v1 import node_pb2
 
 _AT_ONCE = 32

@@ -43,9 +43,13 @@ from pscluster.coordinator.positions import Positions
 from pscluster.coordinator.render import rendered
 from pscluster.coordinator.settings import process_options
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
-from pscluster.core.channels import PeerAddress, wait_for_peers
-from pscluster.core.cluster import ClusterResolver, ClusterSpec, is_loopback, is_on_this_machine, validate_for_strategy
-from pscluster.core.definitions import capture, split_off_bulk
+from pscluster.core.cluster.spec import (
+    ClusterResolver,
+    ClusterSpec,
+    is_loopback,
+    is_on_this_machine,
+    validate_for_strategy,
+)
 from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
 from pscluster.core.errors import (
     CheckpointError,
@@ -56,16 +60,18 @@ from pscluster.core.errors import (
     PSUnavailableError,
 )
 from pscluster.core.fault_points import arm, reach
+from pscluster.core.functions.definitions import capture, split_off_bulk
+from pscluster.core.functions.policy import Trust, asked_for, trust_of
 from pscluster.core.geometry import Partition
-from pscluster.core.handles import Handle
-from pscluster.core.identity import fresh_id, make_identity
-from pscluster.core.node import Role
-from pscluster.core.serving import RoleOptions, RoleServer, listen_address, serve_metrics, with_user_token
-from pscluster.core.shown import shown
-from pscluster.core.telemetry.exposition import MetricsServer
-from pscluster.core.tls import CERTIFICATE, KEY, Tls
-from pscluster.core.trust import Trust, asked_for, trust_of
-from pscluster.core.unix_sockets import SocketTakenError
+from pscluster.core.ids import fresh_id, make_identity
+from pscluster.core.metrics.exposition import MetricsServer
+from pscluster.core.role.node import Role
+from pscluster.core.role.server import RoleOptions, RoleServer, listen_address, serve_metrics, with_user_token
+from pscluster.core.sanitize import shown
+from pscluster.core.security.tls import CERTIFICATE, KEY, Tls
+from pscluster.core.transport.channels import PeerAddress, wait_for_peers
+from pscluster.core.transport.unix_sockets import SocketTakenError
+from pscluster.core.values.handles import Handle
 from pscluster.ps.client import PsClient
 from pscluster.ps.creating import Partitioner, VariableRequest, colocated_with, colocation, creating_with
 from pscluster.ps.handles import handle_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, ClassVar
 
-from pscluster.core.telemetry import Figure, Snapshot, Telemetry
+from pscluster.core.metrics.registry import Figure, Snapshot, Telemetry
 from pscluster.worker.telemetry import OF_CLIENTS
 
 if TYPE_CHECKING:

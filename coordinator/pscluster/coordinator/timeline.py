@@ -1,6 +1,6 @@
 """A timeline of the last functions, for https://ui.perfetto.dev or chrome://tracing: one function is one row.
 
-What happened is remembered by each role all the time (see `pscluster.core.telemetry.recording`); it is collected when
+What happened is remembered by each role all the time (see `pscluster.core.metrics.trace`); it is collected when
 somebody asks, over the roles' status. In a row, one within the other:
 
     STEP                                                      from its schedule to its end
@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import grpc
 
 from pscluster.coordinator.counts import Attempt
-from pscluster.core.channels import NODE_SERVICE, PeerAddress, open_peer_channel
 from pscluster.core.errors import from_rpc
-from pscluster.core.rpc import Stub
+from pscluster.core.transport.channels import NODE_SERVICE, PeerAddress, open_peer_channel
+from pscluster.core.transport.methods import Stub
 from pscluster.v1 import node_pb2
 
 ASK_SECONDS = 5.0

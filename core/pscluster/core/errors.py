@@ -34,7 +34,7 @@ from typing import Any
 
 import grpc
 
-from pscluster.core.shown import shown
+from pscluster.core.sanitize import shown
 
 
 class PsClusterError(Exception):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pscluster.core.faults import Faults
+    from pscluster.core.testing.faults import Faults
 
 VARIABLE = "PSCLUSTER_FAULTS"
 FOLDER_VARIABLE = "PSCLUSTER_FAULTS_DIR"
@@ -130,7 +130,7 @@ def arm(role: str, environ: Mapping[str, str] = os.environ) -> None:
     global _faults
     if _faults is not None or (VARIABLE not in environ and FOLDER_VARIABLE not in environ):
         return
-    from pscluster.core.faults import Faults
+    from pscluster.core.testing.faults import Faults
 
     _faults = Faults(role, environ.get(VARIABLE, ""), environ.get(FOLDER_VARIABLE, ""))
 

@@ -10,7 +10,7 @@ import contextlib
 import resource
 
 from pscluster.core.errors import ProtocolError
-from pscluster.core.shown import shown
+from pscluster.core.sanitize import shown
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Of one message. Nothing we send comes near it; what is larger goes in frames."""

@@ -27,9 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import tenacity
 
-from pscluster.core.channels import HELLO_SECONDS, PeerAddress, explain, wait_for_peers
 from pscluster.core.context import FunctionContext, current_function
-from pscluster.core.definitions import split_off_bulk
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import (
     MisuseError,
@@ -41,7 +39,11 @@ from pscluster.core.errors import (
     is_retryable,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import (
+from pscluster.core.functions.definitions import split_off_bulk
+from pscluster.core.limits import MAX_ROWS_BYTES
+from pscluster.core.metrics.trace import SESSION_HEADER, Asked
+from pscluster.core.transport.channels import HELLO_SECONDS, PeerAddress, explain, wait_for_peers
+from pscluster.core.transport.frames import (
     ALIGNMENT,
     CHUNK_BYTES,
     Buffer,
@@ -52,9 +54,7 @@ from pscluster.core.frames import (
     unpack,
     view,
 )
-from pscluster.core.limits import MAX_ROWS_BYTES
-from pscluster.core.rpc import Stub
-from pscluster.core.telemetry.recording import SESSION_HEADER, Asked
+from pscluster.core.transport.methods import Stub
 from pscluster.ps.connections import Server, Session, new_session
 from pscluster.ps.counts import ClientCounts
 from pscluster.ps.kept import Kept, Verdict, kept_bytes

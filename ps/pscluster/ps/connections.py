@@ -15,16 +15,23 @@ from typing import Any
 import grpc
 from grpc.experimental import ChannelOptions
 
-from pscluster.core.channels import HELLO_SECONDS, NODE_SERVICE, PeerAddress, open_peer_channel, open_stream, say_hello
-from pscluster.core.data_plane.client import DataPort, DataStream
-from pscluster.core.data_plane.connection import Place
 from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, UnavailableError
-from pscluster.core.frames import CHUNK_BYTES, DATA_FRAME_BYTES, Buffer, pack, unpack
-from pscluster.core.identity import fresh_id
-from pscluster.core.rpc import Stub
+from pscluster.core.ids import fresh_id
+from pscluster.core.metrics.trace import SESSION_HEADER
 from pscluster.core.security.channel import OPEN_SECONDS, telling
-from pscluster.core.streams import Metadata, Stream, StreamEndedError
-from pscluster.core.telemetry.recording import SESSION_HEADER
+from pscluster.core.transport.channels import (
+    HELLO_SECONDS,
+    NODE_SERVICE,
+    PeerAddress,
+    open_peer_channel,
+    open_stream,
+    say_hello,
+)
+from pscluster.core.transport.frames import CHUNK_BYTES, DATA_FRAME_BYTES, Buffer, pack, unpack
+from pscluster.core.transport.grpc_streams import Metadata, Stream, StreamEndedError
+from pscluster.core.transport.methods import Stub
+from pscluster.core.transport.tcp.client import DataPort, DataStream
+from pscluster.core.transport.tcp.packets import Place
 from pscluster.ps.watchdog import Exchange, Liveness, watchdog
 from pscluster.ps.wire import SERVICE
 from pscluster.v1 import node_pb2, ps_pb2

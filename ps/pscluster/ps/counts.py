@@ -1,11 +1,11 @@
-"""What is counted of reads and updates, by the server and by its clients. See `pscluster.core.telemetry` for how."""
+"""Count reads and updates, by the server and by its clients. See `pscluster.core.metrics.registry` for how."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pscluster.core.telemetry import Histogram, Value
-from pscluster.core.telemetry.recording import Recording
+from pscluster.core.metrics.registry import Histogram, Value
+from pscluster.core.metrics.trace import Recording
 
 UPDATES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0)
 """Bounds of how stale updates are."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError
-from pscluster.core.trust import Trust
+from pscluster.core.functions.policy import Trust
 from pscluster.v1 import definition_pb2, ps_pb2
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pscluster.core.errors import ProtocolError
-from pscluster.core.handles import Handle
+from pscluster.core.values.handles import Handle
 from pscluster.ps.client import PsClient
 from pscluster.ps.metrics import Metric
 from pscluster.ps.optimizers import Optimizer

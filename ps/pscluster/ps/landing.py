@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from google.protobuf.message import Message
 
 from pscluster.core.errors import ProtocolError
-from pscluster.core.frames import head_of, padding, unpack
+from pscluster.core.transport.frames import head_of, padding, unpack
 
 
 class Landing:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pscluster.core.identity import fresh_id
+from pscluster.core.ids import fresh_id
 
 ShardKey = tuple[int, int]
 """Variable and shard."""

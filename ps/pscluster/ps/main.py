@@ -12,9 +12,9 @@ import click
 
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.fault_points import reach
-from pscluster.core.identity import make_identity
-from pscluster.core.process import main_of
-from pscluster.core.serving import (
+from pscluster.core.ids import make_identity
+from pscluster.core.role.process import main_of
+from pscluster.core.role.server import (
     RoleOptions,
     RoleServer,
     StopRequest,

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, UnknownVariableError
-from pscluster.core.handles import Handle
+from pscluster.core.values.handles import Handle
 from pscluster.ps.client import UpdatePart
 from pscluster.ps.creating import current_creator, has_creator
 from pscluster.ps.variables import Variable, read_variables

@@ -15,9 +15,9 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.definitions import capture
 from pscluster.core.errors import InvalidUpdateError, MisuseError
-from pscluster.core.handles import Handle
+from pscluster.core.functions.definitions import capture
+from pscluster.core.values.handles import Handle
 from pscluster.ps import rules
 from pscluster.ps.client import PsClient, UpdatePart
 from pscluster.ps.creating import current_creator

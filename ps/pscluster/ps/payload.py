@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.frames import padding, view
+from pscluster.core.transport.frames import padding, view
 from pscluster.ps.landing import Landing
 from pscluster.v1 import ps_pb2
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import UnavailableError
-from pscluster.core.frames import Buffer, before_payload, pack, padding
 from pscluster.core.geometry import Block
+from pscluster.core.transport.frames import Buffer, before_payload, pack, padding
 from pscluster.ps.counts import VariableCounts
 from pscluster.v1 import ps_pb2
 

@@ -15,11 +15,6 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from pscluster.core.access import check_coordinator
-from pscluster.core.admission import Admission
-from pscluster.core.data_plane.context import DataContext
-from pscluster.core.definitions import UnresolvedReference
-from pscluster.core.drain import Drain
 from pscluster.core.errors import (
     InvalidUpdateError,
     ProtocolError,
@@ -29,7 +24,15 @@ from pscluster.core.errors import (
     kind_of,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import (
+from pscluster.core.functions.definitions import UnresolvedReference
+from pscluster.core.ids import fresh_id
+from pscluster.core.limits import MAX_CONTROL_BYTES, MAX_COUNT, MAX_PICKLE_BYTES, check_count, check_name, shortened
+from pscluster.core.metrics.trace import SESSION_HEADER, Served
+from pscluster.core.role.drain import Drain
+from pscluster.core.role.node import Role
+from pscluster.core.security.access import check_coordinator
+from pscluster.core.transport.admission import Admission
+from pscluster.core.transport.frames import (
     ALIGNMENT,
     CHUNK_BYTES,
     DATA_FRAME_BYTES,
@@ -41,11 +44,8 @@ from pscluster.core.frames import (
     pieces,
     unpack,
 )
-from pscluster.core.identity import fresh_id
-from pscluster.core.limits import MAX_CONTROL_BYTES, MAX_COUNT, MAX_PICKLE_BYTES, check_count, check_name, shortened
-from pscluster.core.node import Role
-from pscluster.core.patience import Patience
-from pscluster.core.telemetry.recording import SESSION_HEADER, Served
+from pscluster.core.transport.tcp.context import DataContext
+from pscluster.core.transport.watchdog import Patience
 from pscluster.ps.budget import DEFAULT_MIB, Budget
 from pscluster.ps.checkpoints.parts import Parts
 from pscluster.ps.checkpoints.roots import Roots

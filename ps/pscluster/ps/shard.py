@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import UnavailableError
-from pscluster.core.frames import CHUNK_BYTES, view
+from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.durable.capture import Capture, blocks_of_rows
 from pscluster.ps.rules import compute_dtype
 from pscluster.ps.spill import SavedBlock, Spill

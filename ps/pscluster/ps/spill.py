@@ -26,7 +26,7 @@ from typing import IO
 
 import xxhash
 
-from pscluster.core.frames import CHUNK_BYTES
+from pscluster.core.transport.frames import CHUNK_BYTES
 from pscluster.ps.durable.disk import read_all, write_all
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from pscluster.core.definitions import resolve
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import (
     InvalidUpdateError,
@@ -38,9 +37,10 @@ from pscluster.core.errors import (
     UnknownVariableError,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import CHUNK_BYTES, Buffer, padding, view
+from pscluster.core.functions.definitions import resolve
 from pscluster.core.geometry import AxisSlice, Partition
 from pscluster.core.limits import MAX_RANK, MAX_ROWS_BYTES, check_name
+from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, padding, view
 from pscluster.ps.birth import born, filler, no_handles
 from pscluster.ps.counts import StoreCounts, VariableCounts
 from pscluster.ps.ledger import Ledger, Origin

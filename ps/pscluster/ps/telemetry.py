@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from pscluster.core.telemetry import OTHER, Figure, Labels, Snapshot, Telemetry
+from pscluster.core.metrics.registry import OTHER, Figure, Labels, Snapshot, Telemetry
 from pscluster.ps.budget import Budget
 from pscluster.ps.counts import VariableCounts
 from pscluster.ps.service import ParameterServerRole

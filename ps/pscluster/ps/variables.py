@@ -23,10 +23,10 @@ import numpy.typing as npt
 from pscluster.core.context import current_function
 from pscluster.core.dtypes import array_of, as_array, converted, dtype_named
 from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
-from pscluster.core.frames import view
 from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
-from pscluster.core.handles import Handle
+from pscluster.core.transport.frames import view
 from pscluster.core.values import describe, map_structure
+from pscluster.core.values.handles import Handle
 from pscluster.ps.arithmetic import Arithmetic
 from pscluster.ps.client import PsClient, ReadPart, UpdatePart
 from pscluster.ps.creating import Partitioner, VariableRequest, current_creator

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pscluster.core.frames import CHUNK_BYTES
 from pscluster.core.limits import MAX_HEADER_BYTES
+from pscluster.core.transport.frames import CHUNK_BYTES
 from pscluster.v1 import ps_pb2
 
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 from tests.conftest import PATIENCE
 
-from pscluster.core.frames import padding, view
+from pscluster.core.transport.frames import padding, view
 from pscluster.ps import shard, spill, store
 from pscluster.ps.durable import capture, files
 from pscluster.ps.durable import log as log_module

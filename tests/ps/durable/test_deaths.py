@@ -29,9 +29,9 @@ from tests.conftest import OpenCall, search, until
 from tests.ps.durable.support import NEVER, killed, padded, values_of
 
 from pscluster.core.errors import ConfigurationError, PsClusterError, StaleError, UnavailableError
-from pscluster.core.frames import pack, unpack
-from pscluster.core.identity import make_identity
-from pscluster.core.node import NodeService
+from pscluster.core.ids import make_identity
+from pscluster.core.role.node import NodeService
+from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps import service
 from pscluster.ps.durable import log as log_module
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper

@@ -42,8 +42,8 @@ from tests.ps.durable.support import (
     values_of,
 )
 
-from pscluster.core.definitions import capture
 from pscluster.core.errors import ConfigurationError, PsClusterError, StaleError, UnavailableError
+from pscluster.core.functions.definitions import capture
 from pscluster.ps.durable.files import StateDirectory
 from pscluster.ps.durable.keeper import DurabilityOptions, Keeper
 from pscluster.ps.durable.plan import Durability

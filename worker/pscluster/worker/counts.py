@@ -1,12 +1,12 @@
-"""What is counted of the functions of a worker. See `pscluster.core.telemetry` for how."""
+"""What is counted of the functions of a worker. See `pscluster.core.metrics.registry` for how."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from pscluster.core.telemetry import SECONDS, Histogram
-from pscluster.core.telemetry.recording import Recording, Run
+from pscluster.core.metrics.registry import SECONDS, Histogram
+from pscluster.core.metrics.trace import Recording, Run
 from pscluster.v1 import worker_pb2
 
 _HOW = {

@@ -14,7 +14,7 @@ import types
 from typing import Any
 
 from pscluster.core.errors import FunctionError, ProtocolError
-from pscluster.core.shown import shown
+from pscluster.core.sanitize import shown
 from pscluster.core.values import decode, encode, imported_class, module_of
 from pscluster.v1 import value_pb2, worker_pb2
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from pscluster.core.context import FunctionContext, running
-from pscluster.core.definitions import FunctionHandle, resolve
 from pscluster.core.errors import (
     MisuseError,
     ProtocolError,
@@ -23,9 +22,10 @@ from pscluster.core.errors import (
     StaleError,
     UnavailableError,
 )
-from pscluster.core.frames import Buffer
-from pscluster.core.handles import Handle
-from pscluster.core.telemetry.recording import Recording
+from pscluster.core.functions.definitions import FunctionHandle, resolve
+from pscluster.core.metrics.trace import Recording
+from pscluster.core.transport.frames import Buffer
+from pscluster.core.values.handles import Handle
 from pscluster.ps.client import PsClient
 from pscluster.ps.handles import handle_of
 from pscluster.ps.wire import PINNED

@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 import click
 
-from pscluster.core.channels import PeerAddress, wait_for_peers
-from pscluster.core.cluster import ClusterSpec
+from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
-from pscluster.core.identity import make_identity
-from pscluster.core.process import main_of
-from pscluster.core.serving import (
+from pscluster.core.ids import make_identity
+from pscluster.core.role.process import main_of
+from pscluster.core.role.server import (
     RoleOptions,
     RoleServer,
     StopRequest,
@@ -27,7 +26,8 @@ from pscluster.core.serving import (
     tell_trust,
     with_user_token,
 )
-from pscluster.core.tls import Tls
+from pscluster.core.security.tls import Tls
+from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.ps.client import PsClient
 from pscluster.ps.counts import ClientCounts
 from pscluster.v1 import node_pb2

@@ -10,12 +10,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from pscluster.core.channels import PeerAddress, open_peer_channel, say_hello
-from pscluster.core.cluster import split_address, tasks_in_words
+from pscluster.core.cluster.spec import split_address, tasks_in_words
 from pscluster.core.errors import ConfigurationError, ProtocolError, PsClusterError
 from pscluster.core.limits import one_line
-from pscluster.core.serving import RoleOptions
-from pscluster.core.shown import shown
+from pscluster.core.role.server import RoleOptions
+from pscluster.core.sanitize import shown
+from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from pscluster.core.definitions import UnresolvedReference
 from pscluster.core.errors import (
     MisuseError,
     ProtocolError,
@@ -18,11 +17,12 @@ from pscluster.core.errors import (
     UnavailableError,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import Assembler, pack, pieces, unpack
-from pscluster.core.identity import fresh_id
+from pscluster.core.functions.definitions import UnresolvedReference
+from pscluster.core.ids import fresh_id
 from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count
-from pscluster.core.node import Role
-from pscluster.core.telemetry.recording import Recording
+from pscluster.core.metrics.trace import Recording
+from pscluster.core.role.node import Role
+from pscluster.core.transport.frames import Assembler, pack, pieces, unpack
 from pscluster.ps.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.counts import WorkerCounts

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError
-from pscluster.core.handles import Handle
-from pscluster.core.trust import trust
-from pscluster.core.value_arrays import check_plain
+from pscluster.core.functions.policy import trust
 from pscluster.core.values import describe
+from pscluster.core.values.arrays import check_plain
+from pscluster.core.values.handles import Handle
 
 Numbers = npt.NDArray[np.int64]
 

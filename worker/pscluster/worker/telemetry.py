@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pscluster.core.telemetry import Figure, Snapshot, Telemetry
+from pscluster.core.metrics.registry import Figure, Snapshot, Telemetry
 from pscluster.ps.counts import ClientCounts
 from pscluster.worker.service import WorkerRole
 

@@ -53,8 +53,8 @@ from pscluster.core.errors import (
 )
 from pscluster.core.fault_points import reach
 from pscluster.core.geometry import moves
-from pscluster.core.handles import StaysHere
-from pscluster.core.identity import fresh_id
+from pscluster.core.ids import fresh_id
+from pscluster.core.values.handles import StaysHere
 from pscluster.ps.checkpoints.tensor_files import join
 from pscluster.ps.wire import PINNED, part_name
 from pscluster.v1 import ps_pb2

@@ -24,7 +24,7 @@ from pscluster.coordinator.checkpoints.index import (
 )
 from pscluster.coordinator.render import rendered
 from pscluster.core.errors import CheckpointError
-from pscluster.core.shown import shown
+from pscluster.core.sanitize import shown
 from pscluster.ps.checkpoints.tensor_files import (
     CHUNK_BYTES,
     Array,

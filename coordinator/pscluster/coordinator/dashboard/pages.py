@@ -1,4 +1,4 @@
-"""The live page over HTTP: who may look (`pscluster.core.web`), and what is sent.
+"""The live page over HTTP: who may look (`pscluster.core.security.http_access`), and what is sent.
 
 Where the token is asked for it is `?token=` once, then a cookie that is none. Nothing can be changed here. All that the
 page loads comes from here, and it may load nothing else.
@@ -17,7 +17,7 @@ from importlib import resources
 from aiohttp import web
 
 from pscluster.coordinator.dashboard.watch import Watch
-from pscluster.core.web import CertificateFiles, Visitors
+from pscluster.core.security.http_access import CertificateFiles, Visitors
 
 MAX_CONNECTIONS = 128
 """For one more the oldest that may not look yet is closed. Where there is none: the oldest of all if no token is asked

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Self
 
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.dashboard.watch import Watch
-from pscluster.core.cluster import split_address
+from pscluster.core.cluster.spec import split_address
 from pscluster.core.errors import MisuseError, PsClusterError
-from pscluster.core.web import CertificateFiles, Visitors, check_place
+from pscluster.core.security.http_access import CertificateFiles, Visitors, check_place
 
 if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy

@@ -13,7 +13,7 @@ from typing import Any
 from pscluster.coordinator.dispatch import Look, WorkerLook
 from pscluster.coordinator.observed import Event, Observed, Series
 from pscluster.coordinator.rates import Rates, TaskRates, VariableRates
-from pscluster.core.channels import PeerAddress
+from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 
 SLOW = 2.0

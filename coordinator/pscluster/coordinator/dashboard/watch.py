@@ -23,7 +23,7 @@ from pscluster.coordinator.local_cluster import LocalCluster
 from pscluster.coordinator.observed import Series
 from pscluster.coordinator.rates import BUSIEST, RateMeter, Rates
 from pscluster.coordinator.status import Asker
-from pscluster.core.telemetry import resident_bytes
+from pscluster.core.metrics.registry import resident_bytes
 from pscluster.v1 import node_pb2
 
 if TYPE_CHECKING:

@@ -37,9 +37,9 @@ from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
 from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, Plan, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
-from pscluster.core.definitions import partial_of
 from pscluster.core.errors import CancelledError, FunctionError, MisuseError, PsClusterError
-from pscluster.core.shown import shown
+from pscluster.core.functions.definitions import partial_of
+from pscluster.core.sanitize import shown
 from pscluster.ps.metrics import MetricLike
 from pscluster.worker.evaluation import by_name
 from pscluster.worker.training import StepLogs, logs_of_steps

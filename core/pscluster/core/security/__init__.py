@@ -1,1 +1,1 @@
-"""Who may call: the cluster token, which is proved and never sent, on every way there is to a role."""
+"""Who may call: TLS, certificates, and the cluster token, which is proved and never sent."""

@@ -21,7 +21,7 @@ from pscluster.core.security.channel import (
     unproven,
 )
 from pscluster.core.security.handshake import ClientSession, Secret
-from pscluster.core.streams import StreamEndedError
+from pscluster.core.transport.grpc_streams import StreamEndedError
 from pscluster.v1 import authentication_pb2
 
 

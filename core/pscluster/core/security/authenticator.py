@@ -17,14 +17,14 @@ from typing import Any, Protocol, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from pscluster.core.access import of_the_first
 from pscluster.core.errors import KIND_METADATA, AuthenticationError, ProtocolError, PsClusterError, kind_of
-from pscluster.core.open_health import PATH as HEALTH_PATH
-from pscluster.core.open_health import OpenHealth
-from pscluster.core.patience import Patience
-from pscluster.core.rpc import abort
+from pscluster.core.role.open_health import PATH as HEALTH_PATH
+from pscluster.core.role.open_health import OpenHealth
+from pscluster.core.security.access import of_the_first
 from pscluster.core.security.handshake import CallHeader, Secret, ServerSession, SessionTable
-from pscluster.core.tokens import LOOK_SECONDS, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Token
+from pscluster.core.security.tokens import LOOK_SECONDS, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Token
+from pscluster.core.transport.methods import abort
+from pscluster.core.transport.watchdog import Patience
 from pscluster.v1 import authentication_pb2, node_pb2
 
 logger = logging.getLogger(__name__)

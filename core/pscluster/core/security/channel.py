@@ -27,7 +27,6 @@ from typing import Any, Self
 import grpc
 
 from pscluster.core.errors import KIND_METADATA, UnavailableError
-from pscluster.core.patience import Patience
 from pscluster.core.security.authenticator import (
     CALL_METADATA,
     HANDSHAKE_METADATA,
@@ -37,7 +36,15 @@ from pscluster.core.security.authenticator import (
     UNKNOWN_SESSION,
 )
 from pscluster.core.security.handshake import UNPROVEN, ClientSession, Secret, accept_reply, make_request
-from pscluster.core.streams import DirectStream, Metadata, QueuedStream, Stream, StreamEndedError, open_raw_stream
+from pscluster.core.transport.grpc_streams import (
+    DirectStream,
+    Metadata,
+    QueuedStream,
+    Stream,
+    StreamEndedError,
+    open_raw_stream,
+)
+from pscluster.core.transport.watchdog import Patience
 from pscluster.v1 import authentication_pb2
 
 HANDSHAKE_SECONDS = 30.0

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
-from pscluster.core.frames import view
 from pscluster.core.limits import MAX_RANK
+from pscluster.core.transport.frames import view
 
 Array = npt.NDArray[Any]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.frames import CHUNK_BYTES, view
+from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.spill import SavedBlock, Spill
 
 Array = npt.NDArray[Any]

@@ -26,8 +26,8 @@ from google.protobuf.message import DecodeError, Message
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import CHUNK_BYTES, view
 from pscluster.core.limits import MAX_RANK
+from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.durable.capture import Capture
 from pscluster.ps.durable.disk import write_all
 from pscluster.v1 import state_pb2

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
-from pscluster.core.telemetry import Histogram
+from pscluster.core.metrics.registry import Histogram
 from pscluster.ps.durable.files import DamagedError, DataFile, StateDirectory
 from pscluster.ps.durable.log import Dropped, Log, lost_in, records
 from pscluster.ps.durable.plan import Durability, SavePlan

@@ -45,7 +45,7 @@ import xxhash
 
 from pscluster.core.errors import ProtocolError, UnavailableError
 from pscluster.core.fault_points import reach
-from pscluster.core.frames import Buffer, parts_of, unpack
+from pscluster.core.transport.frames import Buffer, parts_of, unpack
 from pscluster.ps.durable.disk import write_all
 from pscluster.ps.durable.files import DamagedError, StateDirectory
 from pscluster.ps.durable.plan import LogPlan

@@ -9,7 +9,7 @@ from typing import Any
 
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import PsClusterError
-from pscluster.core.frames import padding
+from pscluster.core.transport.frames import padding
 from pscluster.ps.durable.capture import Capture
 from pscluster.ps.durable.files import Array, DamagedError
 from pscluster.ps.durable.log import Dropped

@@ -1,0 +1,559 @@
+"""Who is in the cluster, and which of them this process is.
+
+TF_CONFIG is JSON of the form (docs/tf_config.md says it for users):
+
+    {"cluster": {"chief": ["c:2222"], "worker": ["w0:2222", "w1:2222"], "ps": {"0": "p0:2222"}},
+     "task": {"type": "worker", "index": 0}, "rpc_layer": "grpc"}
+
+An address is `host:port`, or, for tasks of one machine and one user, `unix:/PATH`; see `unix_sockets`.
+
+A `ClusterSpec` is sound once it exists: known jobs, good addresses, none of them twice. A `TFConfig` also
+names a task that its cluster has. What only a coordinator needs (a ps, a worker, one chief) is checked by
+`validate_for_strategy`, since a worker or a parameter server may know a part of the cluster only.
+
+Whatever is wrong is a ConfigurationError of one line: the key, what was found, the limit, and a right value.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.transport.unix_sockets import PREFIX, path_of, why_no_path
+
+JOBS = ("chief", "worker", "ps", "evaluator")
+MAX_INDEX = 999_999
+_T = TypeVar("_T")
+Tasks: TypeAlias = Sequence[str] | Mapping[int, str] | Mapping[str, str]
+
+_VARIABLE = "TF_CONFIG"
+_MAX_QUOTED = 80
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+_IPV6 = re.compile(r"\[([0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?)\]")
+_CLUSTER = '{"cluster": {"worker": ["worker0:2222"], "ps": ["ps0:2222"]}}'
+_TASK = '{"task": {"type": "worker", "index": 0}}'
+_BOTH = f"{_CLUSTER[:-1]}, {_TASK[1:]}"
+
+
+def _wrong(key: str, found: str, limit: str, right: str) -> ConfigurationError:
+    return ConfigurationError(f"{key} {found}, but {limit}; write, for example, {right}")
+
+
+def _quote(value: object) -> str:
+    """The value as in JSON: in ASCII, so without line breaks of any kind, and cut to a bearable length."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= _MAX_QUOTED else f"{text[: _MAX_QUOTED - 3]}..."
+
+
+def tasks_in_words(indices: Sequence[int]) -> str:
+    """Describe a job's tasks by their indices, rising. For example: 2 tasks (0 and 1)."""
+    if len(indices) < 2:
+        return f"1 task ({indices[0]})" if indices else "no tasks"
+    *first, last = map(str, indices)
+    if len(indices) > 2 and indices[-1] - indices[0] == len(indices) - 1:
+        return f"{len(indices)} tasks ({first[0]} to {last})"
+    return f"{len(indices)} tasks ({', '.join(first[:5])}{', ...' if first[5:] else ''} and {last})"
+
+
+def _job(value: object, key: str) -> str:
+    if isinstance(value, str) and value in JOBS:
+        return value
+    word = value[:20] if isinstance(value, str) else ""
+    close = ["chief"] if word == "master" else difflib.get_close_matches(word, JOBS)  # its old name
+    right = _quote(close[0] if close else "worker")
+    raise _wrong(key, f"is {_quote(value)}", "the jobs are chief, worker, ps and evaluator", right)
+
+
+def _index(value: object, key: str) -> int:
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,6}", value):
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INDEX:
+        return value
+    raise _wrong(key, f"is {_quote(value)}", f"an index is a whole number from 0 to {MAX_INDEX}", "0")
+
+
+def _rpc_layer(value: object, key: str) -> str:
+    if value == "grpc":
+        return "grpc"
+    raise _wrong(key, f"is {_quote(value)}", "only gRPC is spoken here", '"grpc", or leave it out')
+
+
+def split_address(text: str, key: str = "address") -> tuple[str, int]:
+    """The host, an IPv6 one without its brackets, and the port of `host:port` or `[IPv6]:port`.
+
+    Args:
+        text: the address.
+        key: what an error calls it.
+
+    Raises:
+        ConfigurationError: not an address, or its port is not from 1 to 65535.
+    """
+    host, _, port = text.rpartition(":")
+    ipv6 = _IPV6.fullmatch(host)
+    right = "ps0:2222"
+    if text.startswith(PREFIX):
+        limit = "a host and a port are needed here"
+    elif "://" in text:
+        limit = "an address names no protocol"
+    elif ":" not in text or text.endswith("]"):
+        limit = "it has no port"
+        right = f"{text}:2222" if _HOST.fullmatch(text) or _IPV6.fullmatch(text) else right
+    elif not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        limit = "a port is a whole number from 1 to 65535"
+    elif ":" in host and not ipv6:
+        limit, right = "an IPv6 address stands in brackets", "[::1]:2222"
+    else:
+        limit = "its host is neither a name nor an IP address"
+        try:
+            if ipv6:
+                return str(ipaddress.IPv6Address(ipv6[1])), int(port)
+            if re.fullmatch("[0-9.]+", host):
+                return str(ipaddress.IPv4Address(host)), int(port)
+            if _HOST.fullmatch(host):
+                return host, int(port)
+        except ValueError:
+            pass  # digits and dots, or hex and colons, that are no address
+    raise _wrong(key, f"is {_quote(text)}", limit, _quote(right))
+
+
+def parse_address(text: str, key: str = "address") -> tuple[str, int]:
+    """The host and port of a task's address, or, if it is `unix:/PATH`, the path and 0. Raises as `split_address`."""
+    if text.startswith(("unix-abstract:", "unix://")):
+        raise _wrong(key, f"is {_quote(text)}", "a Unix socket is written unix:/PATH", '"unix:/run/job/ps-0"')
+    if (path := path_of(text)) is None:
+        return split_address(text, key)
+    if why := why_no_path(path):
+        raise _wrong(key, f"is {_quote(text)}", why, '"unix:/run/job/ps-0"')
+    return path, 0
+
+
+def is_on_this_machine(address: str) -> bool:
+    """Whether a task's address can be reached on this machine only: a Unix socket's, or one on loopback."""
+    return path_of(address) is not None or is_loopback(split_address(address)[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host (without a port) is this machine itself: 127.0.0.0/8, ::1 or localhost."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+class ClusterSpec:
+    """The addresses of all tasks, by job and index, as tf.train.ClusterSpec. Immutable."""
+
+    __slots__ = ("_source", "_tasks")
+    _source: str
+    _tasks: dict[str, dict[int, str]]
+
+    def __init__(self, cluster: ClusterSpec | Mapping[str, Tasks], *, source: str = "ClusterSpec") -> None:
+        """Checks and copies the description.
+
+        Args:
+            cluster: for each job a list of addresses, or a mapping of index to address, which may leave indices
+                out. An address is `host:port` or `unix:/PATH`. The jobs are chief, worker, ps and evaluator.
+            source: what errors say the description came from.
+
+        Raises:
+            ConfigurationError: of a wrong type, an unknown job, a bad index or address, or an address twice.
+        """
+        if isinstance(cluster, ClusterSpec):
+            self._source, self._tasks = cluster._source, cluster._tasks
+        else:
+            self._source, self._tasks = source, _read_cluster(cluster, source)
+
+    @property
+    def source(self) -> str:
+        """What the description came from: errors begin with it. Equality passes it over."""
+        return self._source
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs, in the order given."""
+        return list(self._tasks)
+
+    def num_tasks(self, job: str) -> int:
+        """How many tasks the job has. Raises ConfigurationError if there is no such job."""
+        return len(self._job(job))
+
+    def task_indices(self, job: str) -> list[int]:
+        """The indices of the job's tasks, rising. Raises ConfigurationError if there is no such job."""
+        return list(self._job(job))
+
+    def task_address(self, job: str, index: int) -> str:
+        """The address of a task. Raises ConfigurationError if there is no such task."""
+        tasks = self._job(job)
+        if index not in tasks:
+            limit = f"cluster.{job} has {tasks_in_words(list(tasks))}"
+            right = str(max(tasks)) if tasks else _CLUSTER
+            raise _wrong(f"{self._source}: cluster.{job}[{_quote(index)}]", "is asked for", limit, right)
+        return tasks[index]
+
+    def job_tasks(self, job: str) -> list[str | None]:
+        """The job's addresses by index, None where one is left out. Raises as `num_tasks` does."""
+        tasks = self._job(job)
+        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """The spec as plain values: a list for a job without gaps, else a dict by index."""
+        return {
+            job: list(tasks.values()) if list(tasks) == list(range(len(tasks))) else dict(tasks)
+            for job, tasks in self._tasks.items()
+        }
+
+    def _job(self, job: str) -> dict[int, str]:
+        if job not in self._tasks:
+            limit = f"the cluster has {', '.join(self._tasks) or 'no jobs'}"
+            right = _quote(next(iter(self._tasks))) if self._tasks else _CLUSTER
+            raise _wrong(f"{self._source}: cluster", f"is asked for the job {_quote(job)}", limit, right)
+        return self._tasks[job]
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def __eq__(self, other: object) -> bool:
+        return self._tasks == other._tasks if isinstance(other, ClusterSpec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(frozenset((job, tuple(tasks.items())) for job, tasks in self._tasks.items()))
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self.as_dict()!r})"
+
+
+def _read_cluster(cluster: object, source: str) -> dict[str, dict[int, str]]:
+    if not isinstance(cluster, Mapping):
+        raise _wrong(f"{source}: cluster", f"is {_quote(cluster)}", "it must be an object of jobs", _CLUSTER)
+    jobs: dict[str, dict[int, str]] = {}
+    owners: dict[tuple[str, int], str] = {}
+    for name, tasks in cluster.items():
+        job = _job(name, f"{source}: a key of cluster")
+        if not isinstance(tasks, list | tuple | Mapping):
+            right = '["host0:2222"] or {"0": "host0:2222"}'
+            raise _wrong(f"{source}: cluster.{job}", f"is {_quote(tasks)}", "it must list addresses", right)
+        read: dict[int, str] = {}
+        for given, address in tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks):
+            index = _index(given, f"{source}: an index of cluster.{job}")
+            key = f"cluster.{job}[{index}]"
+            found = f"is {_quote(address)}"
+            if not isinstance(address, str):
+                raise _wrong(f"{source}: {key}", found, "an address is a string", '"host0:2222"')
+            if index in read:
+                raise _wrong(f"{source}: {key}", found, f"it was {_quote(read[index])} before", _CLUSTER)
+            host, port = parse_address(address, f"{source}: {key}")
+            owner = owners.setdefault((host.lower() if port else host, port), key)
+            if owner != key:
+                raise _wrong(f"{source}: {key}", found, f"{owner} has that address too", '"host1:2222"')
+            read[index] = address
+        jobs[job] = dict(sorted(read.items()))
+    return jobs
+
+
+def _check_task(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
+    """Raises ConfigurationError unless the spec has the task. An evaluator need not be in it."""
+    named = spec.source == _VARIABLE
+    type_key = f"{spec.source}: {'task.type' if named else 'task_type'}"
+    _job(task_type, type_key)
+    indices = spec.task_indices(task_type) if task_type in spec.jobs else []
+    if not indices and task_type != "evaluator":
+        right = f'{{"cluster": {{"{task_type}": ["{task_type}0:2222"]}}}}'
+        raise _wrong(type_key, f'is "{task_type}"', f"cluster.{task_type} has no tasks", right)
+    if indices and task_id is not None and task_id not in indices:
+        key = f"{spec.source}: {'task.index' if named else 'task_id'}"
+        right = f'{{"task": {{"type": "{task_type}", "index": {indices[-1]}}}}}'
+        limit = f"cluster.{task_type} has {tasks_in_words(indices)}"
+        raise _wrong(key, f"is {_quote(task_id)}", limit, right if named else f"task_id={indices[-1]}")
+
+
+def validate_for_strategy(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
+    """Checks what a strategy needs of the cluster it is to use.
+
+    Raises:
+        ConfigurationError: no cluster, no ps or no worker; two chiefs or evaluators; or the task, if one is
+            given, is not in the cluster (that of an evaluator need not be).
+    """
+    if not spec:
+        raise _wrong(f"{spec.source}: cluster", "is empty", "a strategy needs a ps and a worker", _CLUSTER)
+    if task_type is not None:
+        _check_task(spec, task_type, task_id)
+    for job in JOBS:
+        indices = spec.task_indices(job) if job in spec.jobs else []
+        key, found = f"{spec.source}: cluster.{job}", f"has {tasks_in_words(indices)}"
+        if job in ("ps", "worker") and not indices:
+            raise _wrong(key, found, f"a strategy needs one {job} at least", _CLUSTER)
+        if job in ("chief", "evaluator") and len(indices) > 1:
+            right = f'{{"cluster": {{"{job}": ["{job}0:2222"]}}}}'
+            raise _wrong(key, found, f"a cluster has one {job} at most", right)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            right = f"{{{_quote(key)}: ...}} once"
+            raise _wrong(f"{_VARIABLE}: the key {_quote(key)}", "stands twice", "one object has it once", right)
+        found[key] = value
+    return found
+
+
+def _load(text: str) -> dict[str, object]:
+    try:
+        config = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as e:
+        near = _quote(text[max(0, e.pos - 20) : e.pos + 20])
+        found = f"is not JSON at line {e.lineno}, column {e.colno}, near {near}"
+        raise _wrong(f"{_VARIABLE}: the value", found, f"must be ({e.msg})", _BOTH) from None
+    except ConfigurationError:
+        raise
+    except (ValueError, RecursionError):  # digits or brackets without end
+        raise _wrong(f"{_VARIABLE}: the value", f"is {_quote(text)}", "it can't be read to its end", _BOTH) from None
+    if not isinstance(config, dict):
+        raise _wrong(f"{_VARIABLE}: the value", f"is {_quote(config)}", "it must be a JSON object", _BOTH)
+    return config
+
+
+# Keys are read one by one, so that a resolver's property complains of its own only. null counts as left out.
+def _get(config: Mapping[str, object], key: str, check: Callable[[object, str], _T]) -> _T | None:
+    value = config.get(key)
+    return None if value is None else check(value, f"{_VARIABLE}: {key}")
+
+
+def _task_in(config: Mapping[str, object]) -> Mapping[str, object]:
+    task = _get(config, "task", _object) or {}
+    return {f"task.{key}": value for key, value in task.items()}
+
+
+def _object(value: object, key: str) -> dict[str, object]:
+    if isinstance(value, dict):
+        return value
+    raise _wrong(key, f"is {_quote(value)}", "it must be an object", _TASK)
+
+
+def _cluster_in(config: Mapping[str, object]) -> ClusterSpec:
+    cluster = config.get("cluster")
+    return ClusterSpec({} if cluster is None else cluster, source=_VARIABLE)  # type: ignore[arg-type]  # it checks
+
+
+def _environment_in(config: Mapping[str, object]) -> str:
+    value = config.get("environment")
+    return value if isinstance(value, str) else ""  # nothing depends on it, so no value of it is an error
+
+
+def _missing(key: str) -> ConfigurationError:
+    return _wrong(f"{_VARIABLE}: task.{key}", "is missing", "a task has a type and an index", _TASK)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of the cluster. Raises ConfigurationError for an unknown type or a bad index."""
+
+    type: str
+    index: int
+
+    def __post_init__(self) -> None:
+        _job(self.type, f"{_VARIABLE}: task.type")
+        object.__setattr__(self, "index", _index(self.index, f"{_VARIABLE}: task.index"))
+
+
+_NO_CLUSTER = ClusterSpec({}, source=_VARIABLE)
+
+
+@dataclass(frozen=True)
+class TFConfig:
+    """What TF_CONFIG says.
+
+    Attributes:
+        cluster: the tasks known to this process; empty if not given.
+        task: this process, or None.
+        rpc_layer: "grpc" or None.
+        environment: a word of the platform, such as "cloud"; nothing here depends on it.
+
+    Raises:
+        ConfigurationError: the task is not in the cluster (an evaluator need not be), or another RPC layer.
+    """
+
+    cluster: ClusterSpec = _NO_CLUSTER
+    task: Task | None = None
+    rpc_layer: str | None = None
+    environment: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rpc_layer is not None:
+            _rpc_layer(self.rpc_layer, f"{_VARIABLE}: rpc_layer")
+        if self.task is not None:
+            _check_task(self.cluster, self.task.type, self.task.index)
+
+    @classmethod
+    def parse(cls, text: str) -> TFConfig:
+        """Reads the JSON of TF_CONFIG. Keys that mean nothing here are passed over.
+
+        Raises:
+            ConfigurationError: not JSON, or a value that can't be right in any role.
+        """
+        config = _load(text)
+        given, task = _task_in(config), None
+        if given:
+            task_type, index = _get(given, "task.type", _job), _get(given, "task.index", _index)
+            if task_type is None or index is None:
+                raise _missing("type" if task_type is None else "index")
+            task = Task(task_type, index)
+        layer = _get(config, "rpc_layer", _rpc_layer)
+        return cls(_cluster_in(config), task, layer, _environment_in(config))
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> TFConfig:
+        """Reads the variable TF_CONFIG; without one, all is empty. Raises as `parse` does."""
+        return cls.parse(environ.get(_VARIABLE, "{}"))
+
+    def to_json(self) -> str:
+        """One line of JSON that `parse` reads back as an equal value."""
+        fields: dict[str, object] = {"cluster": self.cluster.as_dict()}
+        if self.task:
+            fields["task"] = {"type": self.task.type, "index": self.task.index}
+        fields |= {"rpc_layer": self.rpc_layer, "environment": self.environment}
+        return json.dumps({key: value for key, value in fields.items() if value})
+
+
+class ClusterResolver(ABC):
+    """Tells a strategy which cluster to use and which task of it this process is, as the peer's of that name.
+
+    `task_type`, `task_id` and `rpc_layer` can be set; None is looked up in `_config()` at each access.
+
+    Raises:
+        ConfigurationError: at the setting or the access, if the value is wrong.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+        self._environment = environment
+
+    @abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as it is now."""
+
+    @abstractmethod
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """A task's address, behind `rpc_layer://` if there is one. For code written for the peer."""
+
+    def _config(self) -> Mapping[str, object]:
+        return {}
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process, or None if it isn't known."""
+        own = self._task_type
+        return _get(_task_in(self._config()), "task.type", _job) if own is None else own
+
+    @task_type.setter
+    def task_type(self, value: str | None) -> None:
+        self._task_type = None if value is None else _job(value, f"{type(self).__name__}: task_type")
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job, or None if it isn't known."""
+        own = self._task_id
+        return _get(_task_in(self._config()), "task.index", _index) if own is None else own
+
+    @task_id.setter
+    def task_id(self, value: int | None) -> None:
+        self._task_id = None if value is None else _index(value, f"{type(self).__name__}: task_id")
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The string "grpc" or None; only `master()` tells them apart."""
+        own = self._rpc_layer
+        return _get(self._config(), "rpc_layer", _rpc_layer) if own is None else own
+
+    @rpc_layer.setter
+    def rpc_layer(self, value: str | None) -> None:
+        self._rpc_layer = None if value is None else _rpc_layer(value, f"{type(self).__name__}: rpc_layer")
+
+    @property
+    def environment(self) -> str:
+        """A word of the platform, such as "cloud"; nothing here depends on it."""
+        return _environment_in(self._config()) if self._environment is None else self._environment
+
+    def _url(self, address: str, rpc_layer: str | None) -> str:
+        layer = self.rpc_layer if rpc_layer is None else _rpc_layer(rpc_layer, "rpc_layer")
+        return f"{layer}://{address}" if layer and address else address
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads TF_CONFIG anew at each access; the constructor's arguments go before it."""
+
+    def _config(self) -> Mapping[str, object]:
+        return _load(os.environ.get(_VARIABLE, "{}"))
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster of TF_CONFIG; empty if it has none. Raises ConfigurationError if it is wrong."""
+        return _cluster_in(self._config())
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """TF_CONFIG's `session_master`; else "" if the cluster has at most one task; else a task's address.
+
+        Raises:
+            ConfigurationError: the task is neither given nor in TF_CONFIG, or is not in the cluster.
+        """
+        session_master = self._config().get("session_master")
+        if isinstance(session_master, str):
+            return session_master
+        spec = self.cluster_spec()
+        if sum(map(spec.num_tasks, spec.jobs)) <= 1:
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            raise _missing("type" if task_type is None else "index")
+        return self._url(spec.task_address(task_type, task_id), rpc_layer)
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """Answers with what it was given.
+
+    Raises:
+        TypeError: `cluster_spec` is no ClusterSpec, or `master` no string.
+        ConfigurationError: an unknown task type or RPC layer, or a bad index.
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        rpc_layer: str | None = None,
+    ) -> None:
+        for name, value, wanted in (("cluster_spec", cluster_spec, ClusterSpec), ("master", master, str)):
+            if not isinstance(value, wanted):
+                raise TypeError(f"{name} must be of type {wanted.__name__}, not {type(value).__name__}")
+        super().__init__(task_type, task_id, rpc_layer, environment)
+        self._cluster_spec, self._master = cluster_spec, master
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The spec given."""
+        return self._cluster_spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The task's address if both type and index are given, else the `master` given at the start."""
+        if task_type is None or task_id is None:
+            return self._url(self._master, rpc_layer)
+        return self._url(self._cluster_spec.task_address(task_type, task_id), rpc_layer)

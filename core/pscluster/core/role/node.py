@@ -1,0 +1,334 @@
+"""What every role answers: hello, status, a coordinator's attachment, the end of a job.
+
+States of a role, decided by `Attachment`, which is pure:
+
+    FREE --attach(job)--> HELD(job) --its stream ends--> FREE       the coordinator died or left
+                          HELD(job) --end(job)---------> FREE       the job is over: its state is dropped
+                          HELD(job) --attach(job)------> HELD(job)  the same coordinator, on a new connection
+                          HELD(job) --attach(other)----> refused, naming the holder, unless it takes over
+
+                          FREE, for longer than it waits for its coordinator --> FREE, and its state is dropped
+
+A role keeps what it holds of a job after a detachment, until another job attaches or the job is ended: a dead
+coordinator's state is not thrown away before somebody else wants the place; or before the time that it was told to
+wait (`--coordinator-timeout`) is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from pscluster.core.errors import BusyError, ProtocolError, StaleError
+from pscluster.core.fault_points import reach
+from pscluster.core.ids import check_version
+from pscluster.core.limits import MAX_COUNT, check_count, check_name, one_line
+from pscluster.core.metrics.registry import resident_bytes
+from pscluster.v1 import node_pb2
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNLISTED = 100  # so many workers that it does not list a coordinator is told of
+
+
+@dataclass(slots=True)
+class Attachment:
+    """Which coordinator holds the role. Pure; guarded by its owner's lock."""
+
+    role: str
+    job: int = 0
+    holder: str = ""
+    number: int = 0  # of the last attachment
+    _open: set[int] = field(default_factory=set)  # those of this job whose streams have not ended
+
+    @property
+    def held(self) -> bool:
+        """Does a coordinator have the role? As long as any stream of its job is open: of two attempts to attach, the
+        one that was given up may come last, and end."""
+        return bool(self._open)
+
+    def attach(self, job: int, coordinator: str, take_over: bool = False) -> bool:
+        """A coordinator takes the role. True if it brings another job. BusyError while another one holds it."""
+        if self.held and job != self.job and not take_over:
+            raise BusyError(
+                f"{self.role} works for {self.holder}; end that job, take it over with take_over=True, or give this "
+                "coordinator a cluster of its own"
+            )
+        fresh = job != self.job
+        if fresh:
+            self._open.clear()
+        self.job, self.holder = job, coordinator
+        self.number += 1
+        self._open.add(self.number)
+        return fresh
+
+    def detach(self, number: int) -> None:
+        """The stream of that attachment ended."""
+        self._open.discard(number)
+
+    def is_left(self, job: int, last: int | None = None) -> bool:
+        """Is this job's state here, without its coordinator? And has nobody attached since the `last` attachment?"""
+        return bool(job) and self.job == job and not self.held and last in (None, self.number)
+
+    def end(self, job: int) -> None:
+        """The job is over. StaleError if the role is held for another one."""
+        if self.job and job != self.job:
+            raise StaleError(f"{self.role} works for another job")
+        self.job, self.holder = 0, ""
+        self._open.clear()
+
+
+class Role:
+    """What a role does when things happen to it. The base does nothing.
+
+    Called one at a time, under the node's lock: keep it short.
+
+    Attributes:
+        kept_job: of which it holds something at its start; 0: none.
+    """
+
+    kept_job = 0
+
+    def greet(self, request: node_pb2.HelloRequest) -> None:
+        """Somebody says hello. Raises a refusal if the two can't work together. Not under the node's lock."""
+
+    def admit(self, request: node_pb2.AttachRequest) -> None:
+        """A coordinator wants the role. Raises a refusal if it can't have it, or asks for what makes no sense.
+
+        The last moment to refuse: nothing has changed yet, and whoever has the role keeps it.
+        """
+
+    def job_began(self, request: node_pb2.AttachRequest) -> None:
+        """A coordinator brought another job: drop what is left of the one before, unless it is of one lineage."""
+
+    def attached(self, request: node_pb2.AttachRequest) -> int:  # noqa: ARG002  (for those who override it)
+        """A coordinator took the role. The incarnation to work under, 0 if the role needs none."""
+        return 0
+
+    def keep(self) -> None:
+        """The coordinator is to be told that it has the role: what it is told has to hold. May block, and refuse.
+
+        Not under the node's lock.
+        """
+
+    def job_ended(self) -> None:
+        """The job is over: drop its state."""
+
+    def introduce(self, reply: node_pb2.HelloReply) -> None:
+        """Fill in what whoever dials the role is to know. Not under the node's lock."""
+
+    def account(self, event: node_pb2.AttachEvent) -> None:
+        """Fill in what the coordinator that has taken the role is to know."""
+
+    def describe(self, reply: node_pb2.StatusReply) -> None:
+        """Fill in what the role has to say of itself."""
+
+    def recorded(self) -> Iterable[node_pb2.Recorded]:
+        """What it remembers of the last functions and requests. Not under the node's lock."""
+        return ()
+
+    def describe_load(self, reply: node_pb2.StatusReply, busiest: int) -> None:
+        """Fill in so many of what is used most. Not under the node's lock."""
+
+
+@dataclass
+class _Streams:
+    leaving: bool = False
+    open: set[threading.Event] = field(default_factory=set)
+
+    def wake(self) -> None:
+        for each in self.open:
+            each.set()
+
+
+@dataclass
+class _Workers:
+    """Those that the coordinator lists which has the role, and who else has asked."""
+
+    listed: frozenset[int] = frozenset()  # none: it has not said
+    unlisted: dict[int, node_pb2.Identity] = field(default_factory=dict)
+
+    def is_new(self, asker: node_pb2.Identity) -> bool:
+        """Note one that is not listed. Is it the first time that it asks, and to be told of?"""
+        if asker.index in self.unlisted or len(self.unlisted) == _MAX_UNLISTED:
+            return False
+        self.unlisted[asker.index] = asker
+        return True
+
+
+class NodeService:
+    """Servicer of pscluster.v1.Node."""
+
+    def __init__(
+        self,
+        identity: node_pb2.Identity,
+        role: Role,
+        on_job_end: Callable[[], None],
+        coordinator_timeout: float = math.inf,
+    ) -> None:
+        self.identity = identity
+        self._role = role
+        self._on_job_end = on_job_end
+        self._coordinator_timeout = coordinator_timeout
+        self._lock = threading.Lock()
+        self._attachment = Attachment(identity.name, role.kept_job)
+        self._streams = _Streams()
+        self._workers = _Workers()
+        self._started = time.monotonic()
+        self.metrics_address = ""
+        self.data_port, self.address = 0, ""
+        if role.kept_job:
+            self._wait_for_coordinator(role.kept_job, 0)
+
+    def hello(self, request: node_pb2.HelloRequest, _context: grpc.ServicerContext) -> node_pb2.HelloReply:
+        """The handshake."""
+        check_version(request.identity, self.identity)
+        self._role.greet(request)
+        reply = node_pb2.HelloReply(identity=self.identity, data_port=self.data_port, address=self.address)
+        self._role.introduce(reply)
+        with self._lock:
+            if self._attachment.held:
+                reply.holder = self._attachment.holder
+                self._tell_unlisted(request.identity, reply)
+        return reply
+
+    def _tell_unlisted(self, asker: node_pb2.Identity, reply: node_pb2.HelloReply) -> None:
+        """Under the lock: tell a worker that the coordinator does not list it, and the coordinator of the worker."""
+        workers = self._workers
+        if asker.role == "worker" and workers.listed and asker.index not in workers.listed:
+            reply.workers.extend(sorted(workers.listed))
+            if workers.is_new(asker):
+                self._streams.wake()
+
+    def not_ready(self) -> str:
+        """Why it does nothing for a coordinator now, in words; "": it does."""
+        with self._lock:
+            if self._streams.leaving:
+                return "it is stopping"
+            return "" if self._attachment.held else "it waits for a coordinator"
+
+    def status(self, request: node_pb2.StatusRequest, _context: grpc.ServicerContext) -> node_pb2.StatusReply:
+        """How this task does."""
+        reply = node_pb2.StatusReply(identity=self.identity, uptime_seconds=time.monotonic() - self._started)
+        reply.metrics_address = self.metrics_address
+        reply.memory_bytes = resident_bytes()
+        with self._lock:
+            reply.coordinator = self._attachment.holder if self._attachment.held else ""
+            reply.state = "serving" if self._attachment.held else "waiting for a coordinator"
+            if self._streams.leaving:
+                reply.state = "stopping"
+            self._role.describe(reply)
+        if request.recorded:
+            reply.recorded.extend(self._role.recorded())
+        if request.busiest:
+            self._role.describe_load(reply, request.busiest)
+        reply.clock = time.monotonic()
+        return reply
+
+    def attach(self, request: node_pb2.AttachRequest, context: grpc.ServicerContext) -> Iterator[node_pb2.AttachEvent]:
+        """Hold the role for a coordinator until either side ends the stream."""
+        check_version(request.coordinator, self.identity)
+        _check(request)
+        over = threading.Event()
+        with self._lock:
+            self._role.admit(request)
+            if self._attachment.attach(request.job, request.coordinator.name, request.take_over):
+                self._role.job_began(request)
+                self._streams.wake()  # those of a coordinator whose job is taken over
+            number = self._attachment.number
+            self._workers = _Workers(frozenset(request.workers))
+            told = 0  # of workers that the coordinator does not list
+            event = node_pb2.AttachEvent(kind=node_pb2.AttachEvent.ATTACHED, identity=self.identity)
+            event.data_port, event.address = self.data_port, self.address
+            try:
+                event.incarnation = self._role.attached(request)
+                self._role.account(event)
+            except BaseException:
+                self._attachment.detach(number)  # who was not let in must not hold the role
+                raise
+            self._streams.open.add(over)
+            reach("node.attach.before")
+            leaving = self._streams.leaving
+        # Called at once if the stream has ended already.
+        if not context.add_callback(over.set):
+            over.set()
+        logger.info("working for %s", request.coordinator.name)
+        try:
+            self._role.keep()
+            yield event
+            reach("node.attach.after")
+            unlisted: list[node_pb2.Identity] = []
+            while context.is_active():
+                if leaving:
+                    yield node_pb2.AttachEvent(kind=node_pb2.AttachEvent.LEAVING)
+                for worker in unlisted:
+                    yield node_pb2.AttachEvent(kind=node_pb2.AttachEvent.UNLISTED, identity=worker)
+                over.wait()
+                with self._lock:
+                    leaving = self._streams.leaving
+                    mine = self._attachment.job == request.job
+                    unlisted = list(self._workers.unlisted.values())[told:] if mine else []
+                    told += len(unlisted)
+                    over.clear()
+                if not leaving and not unlisted:
+                    break
+        finally:
+            with self._lock:
+                self._streams.open.discard(over)
+                self._attachment.detach(number)
+                lost = self._attachment.is_left(request.job) and not self._streams.leaving
+                last = self._attachment.number
+            if lost:
+                logger.info("%s is gone; its state is kept for now", request.coordinator.name)
+                self._wait_for_coordinator(request.job, last)
+
+    def _wait_for_coordinator(self, job: int, last: int) -> None:
+        if self._coordinator_timeout < threading.TIMEOUT_MAX:
+            timer = threading.Timer(self._coordinator_timeout, self._give_up, (job, last))
+            timer.daemon = True
+            timer.start()
+
+    def _give_up(self, job: int, last: int) -> None:
+        """Drop the job unless its coordinator has come back since that attachment, or has ended it."""
+        with self._lock:
+            if not self._attachment.is_left(job, last) or self._streams.leaving:
+                return
+            self._attachment.end(job)
+            self._role.job_ended()
+        logger.warning("no coordinator came back within %g s: the job's state is dropped", self._coordinator_timeout)
+        self._on_job_end()
+
+    def end_job(self, request: node_pb2.EndJobRequest, _context: grpc.ServicerContext) -> node_pb2.EndJobReply:
+        """The coordinator's script has ended."""
+        reach("node.end.before")
+        with self._lock:
+            self._attachment.end(request.job)
+            self._role.job_ended()
+        reach("node.end.after")
+        logger.info("the job is over: %s", one_line(request.reason) or "no reason given")
+        self._on_job_end()
+        return node_pb2.EndJobReply()
+
+    def leave(self) -> None:
+        """Tell the attached coordinator that this role is about to stop."""
+        with self._lock:
+            self._streams.leaving = True
+            self._streams.wake()
+
+
+def _check(request: node_pb2.AttachRequest) -> None:
+    """ProtocolError if the numbers contradict each other, or are more than a job has."""
+    check_name(request.job_name, "a job's name")
+    check_count(len(request.workers), MAX_COUNT, "workers")
+    check_count(len(request.ps_addresses), MAX_COUNT, "parameter servers")
+    check_count(len(request.finished_starts), MAX_COUNT, "intervals of functions")
+    if len(request.finished_starts) != len(request.finished_stops):
+        raise ProtocolError("intervals of functions need as many stops as starts")
+    if not 0 <= request.ps_timeout < threading.TIMEOUT_MAX:
+        raise ProtocolError(f"ps_timeout is {request.ps_timeout} s: it is from 0 on, and no longer than waits are")

@@ -1,0 +1,369 @@
+"""TLS: the certificate, the key and the CA of a process, from the files of a folder.
+
+    tls.crt, tls.key    the certificate, with the chain to its CA if there is one, and its key
+    ca.crt              the CAs of those who are dialled and of those who call
+    revoked.txt         certificates and keys of callers that are refused all the same, if there are any: see revocation
+
+These are the names that Kubernetes gives them, and `pscluster certs` makes such a folder for each role. Where there is
+a `ca.crt`, whoever calls has to show a certificate, too (mutual TLS), which names its role: `access` says what that
+opens.
+
+Renewed files are taken up while the process runs: by a server at the next connection that is made to it, by a client at
+the next that it makes. Connections that there are stay. Files that can't be used are an error in the log, and those of
+before stay.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from pscluster.core.cluster.spec import is_on_this_machine, split_address
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.security.revocation import REVOKED, parse_revoked
+from pscluster.core.security.tokens import LOOK_SECONDS, stamp, user_token
+from pscluster.core.transport.unix_sockets import check_address, path_of
+
+logger = logging.getLogger(__name__)
+
+TLS_VARIABLE = "PSCLUSTER_TLS"
+SERVER_ONLY_VARIABLE = "PSCLUSTER_TLS_SERVER_ONLY"
+INSECURE_VARIABLE = "PSCLUSTER_INSECURE"
+CERTIFICATE, KEY, AUTHORITIES = "tls.crt", "tls.key", "ca.crt"
+_PROBE_SECONDS = 2.0
+_MEND = "`pscluster certs DIR` makes certificates"
+_UNTRUSTED = frozenset({2, 18, 19, 20, 21})  # OpenSSL's numbers of what it says where a certificate's CA is not known
+_NOT_YET, _EXPIRED = 9, 10
+_CLOSED = "it closed the connection"
+_OTHER_NAME = frozenset({62, 64})
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    certificate: bytes | None
+    key: bytes | None
+    authorities: bytes | None
+    ends: datetime.datetime | None  # of the certificate
+    revoked: frozenset[str]
+
+
+class Tls:
+    """What a process shows, and whom it believes. Any thread."""
+
+    def __init__(self, folder: Path, *, server_only: bool = False) -> None:
+        """Reads and checks the files.
+
+        Args:
+            folder: where they are.
+            server_only: ask callers for no certificate.
+
+        Raises:
+            ConfigurationError: they can't be used; the message says which, and why.
+        """
+        self.folder = folder
+        self.generation = 0
+        """Rises when the files were read anew."""
+        self._server_only = server_only
+        self._lock = threading.Lock()
+        self._stamps = _stamps(folder)
+        self._files = _read(folder)
+        self._next_look = time.monotonic() + LOOK_SECONDS
+
+    @property
+    def is_mutual(self) -> bool:
+        """Do callers have to show a certificate?"""
+        return self._files.authorities is not None and not self._server_only
+
+    @property
+    def revoked(self) -> frozenset[str]:
+        """Of the certificates of callers those that are refused."""
+        return self._files.revoked
+
+    def look_again(self) -> int:
+        """Take up renewed files; the generation of those that count now."""
+        with self._lock:
+            if time.monotonic() < self._next_look:
+                return self.generation
+            self._next_look = time.monotonic() + LOOK_SECONDS
+            stamps = _stamps(self.folder)
+            if stamps == self._stamps:
+                return self.generation
+            self._stamps = stamps
+            try:
+                files = _read(self.folder)
+                if self.is_mutual and files.authorities is None:
+                    raise ConfigurationError(f"{self.folder} holds no {AUTHORITIES} any more; put it back")
+                if self._files.certificate is not None and files.certificate is None:
+                    raise ConfigurationError(f"{self.folder} holds no {CERTIFICATE} any more; put it back")
+            except ConfigurationError as error:
+                logger.error("the certificates of before stay: %s", error)
+            else:
+                self._files = files
+                self.generation += 1
+                until = "" if files.ends is None else f": its certificate is good until {files.ends:%Y-%m-%d %H:%M} UTC"
+                logger.info("%s was read again%s", self.folder, until)
+            return self.generation
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a channel that is about to be made."""
+        self.look_again()
+        files = self._files
+        return grpc.ssl_channel_credentials(files.authorities, files.key, files.certificate)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a server. ConfigurationError if there is no certificate to show."""
+        if self._files.certificate is None:
+            raise ConfigurationError(
+                f"{self.folder} holds no {CERTIFICATE} and {KEY}, without which nobody can be served; {_MEND}"
+            )
+        last = self.generation
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal last
+            if (now := self.look_again()) == last:
+                return None
+            last = now
+            return self._configuration()
+
+        fetcher: Any = renewed  # None, which the stubs do not know, means: as before
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(), fetcher, require_client_authentication=self.is_mutual
+        )
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        files = self._files
+        assert files.key is not None
+        assert files.certificate is not None
+        return grpc.ssl_server_certificate_configuration(
+            [(files.key, files.certificate)], files.authorities if self.is_mutual else None
+        )
+
+    def why_not(self, address: str) -> str | None:
+        """What keeps the two sides from trusting each other, and the mend; None if nothing does, or nobody answers.
+
+        gRPC does not say it: on one side it sees a connection that was closed. So this dials anew, as a client that
+        tells what it sees.
+        """
+        self.look_again()
+        # A server that stops just now closes connections, too: only one that does it twice has refused us.
+        if (why := self._why_not(address)) == _CLOSED:
+            why = self._why_not(address)
+        return self._why_refused() if why == _CLOSED else why
+
+    def _why_not(self, address: str) -> str | None:
+        files, host, shaken = self._files, split_address(address)[0], False
+        try:
+            authorities = None if files.authorities is None else files.authorities.decode("ascii", "ignore")
+            context = ssl.create_default_context(cadata=authorities)
+            if files.certificate is not None and files.key is not None:
+                # From the folder itself: a key is copied nowhere. One that asks for a password, str(), is an error.
+                context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password=str)
+            context.set_alpn_protocols(["h2"])
+            context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as gRPC sees it
+            with _connected(address) as plain, context.wrap_socket(plain, server_hostname=host) as connection:
+                shaken = True  # in TLS 1.3 it is only now that the other side looks at our certificate
+                return None if connection.recv(1) else _CLOSED
+        except ssl.SSLCertVerificationError as error:
+            return self._why_untrusted(error, host)
+        except ssl.SSLError as error:
+            if error.reason == "WRONG_VERSION_NUMBER":
+                return f"it speaks no TLS, but this process was told to: start it with --tls or {TLS_VARIABLE}, too"
+            return _CLOSED if "ALERT" in (error.reason or "") else None
+        except (ConnectionResetError, BrokenPipeError):
+            return _CLOSED if shaken else None
+        except OSError:
+            return None
+
+    def _why_untrusted(self, error: ssl.SSLCertVerificationError, host: str) -> str:
+        if error.verify_code in (_EXPIRED, _NOT_YET):
+            what = "has expired" if error.verify_code == _EXPIRED else "is not valid yet: compare the clocks"
+            return f"its certificate (or its CA's) {what}; `pscluster certs DIR --renew` makes new ones for the same CA"
+        if error.verify_code in _OTHER_NAME:
+            return (
+                f"its certificate does not name {host}; `pscluster certs DIR --renew --host {host}` makes one that does"
+            )
+        if error.verify_code in _UNTRUSTED:
+            known = self.folder / AUTHORITIES if self._files.authorities is not None else "the system's CAs"
+            return f"its certificate is of none of the CAs in {known}: give both sides certificates of the same CA"
+        return f"its certificate was refused: {error.verify_message}"
+
+    def _why_refused(self) -> str:
+        if self._files.certificate is None or self._files.ends is None:
+            return f"it asks for a certificate, but {self.folder} holds no {CERTIFICATE} and {KEY}; {_MEND}"
+        if self._files.ends < _now():
+            return (
+                f"it refused our certificate {self.folder / CERTIFICATE}, which expired at "
+                f"{self._files.ends:%Y-%m-%d %H:%M} UTC; `pscluster certs DIR --renew` makes new ones for the same CA"
+            )
+        return (
+            f"it refused our certificate {self.folder / CERTIFICATE}: is its CA in the {AUTHORITIES} there? Give both "
+            "sides certificates of the same CA"
+        )
+
+
+def why_not_plain(address: str) -> str | None:
+    """For a process without certificates: a sentence if TLS is spoken at that address."""
+    if path_of(address) is not None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent, and nothing believed
+    context.set_alpn_protocols(["h2"])
+    try:
+        with _connected(address) as plain, context.wrap_socket(plain):
+            pass
+    except OSError:
+        return None
+    return f"it speaks TLS, but this process was given no certificates: say --tls DIR, or set {TLS_VARIABLE}"
+
+
+def load_tls(
+    role: str, folder: Path | None = None, *, server_only: bool = False, environ: Mapping[str, str] = os.environ
+) -> Tls | None:
+    """The TLS of this process, or None where none is set.
+
+    Args:
+        role: what it is: "ps", "worker", "coordinator" or "tool". If the folder has a folder of that name instead of a
+            certificate, that is meant, so that all the roles of a machine may be told the same.
+        folder: default: what PSCLUSTER_TLS names.
+        server_only: ask callers for no certificate; PSCLUSTER_TLS_SERVER_ONLY=1 says so, too.
+
+    Raises:
+        ConfigurationError: the files can't be used.
+    """
+    if folder is None and environ.get(TLS_VARIABLE):
+        folder = Path(environ[TLS_VARIABLE])
+    server_only = server_only or is_set(SERVER_ONLY_VARIABLE, environ)
+    if folder is None:
+        if server_only:
+            raise ConfigurationError(
+                f"{SERVER_ONLY_VARIABLE} or --tls-server-only is set, but there are no certificates: say --tls DIR, or "
+                f"set {TLS_VARIABLE}; {_MEND}"
+            )
+        return None
+    if not (folder / CERTIFICATE).exists() and (folder / role).is_dir():
+        folder = folder / role
+    return Tls(folder, server_only=server_only)
+
+
+def is_set(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Is this variable, which is 1 or 0, set to 1? ConfigurationError if it is anything else."""
+    value = environ.get(variable, "0")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(f"{variable} is {value!r}, but it is 1 or 0; set it to 1 or leave it out")
+    return value == "1"
+
+
+def token_for(
+    token: str | None, addresses: Iterable[str], tls: Tls | None, *, insecure: bool, create: bool
+) -> str | None:
+    """Return the token for these addresses: where none was given, and all are of this machine, the user's own.
+
+    Not where certificates say who may call, and not with --insecure.
+
+    Args:
+        create: make the user's token if there is none.
+
+    Raises:
+        ConfigurationError: that of the user is unusable.
+    """
+    if token is not None or insecure or (tls is not None and tls.is_mutual):
+        return token
+    if not all(map(is_on_this_machine, addresses)):
+        return None
+    return user_token(create=create)
+
+
+def check_plain(peer: object, address: str, token: str | None, tls: Tls | None, *, insecure: bool) -> None:
+    """ConfigurationError if what is sent, under a token, could be read and changed on the way.
+
+    Also if a Unix socket can't be trusted, or is to be dialled with certificates.
+    """
+    check_no_tls(address, tls)
+    check_address(address)
+    if token and tls is None and not insecure and not is_on_this_machine(address):
+        raise ConfigurationError(
+            f"refusing to talk to {peer} in plain text, where anybody on the way could read and change all: give "
+            f"certificates with --tls DIR or {TLS_VARIABLE} ({_MEND}), or say --insecure or {INSECURE_VARIABLE}=1"
+        )
+
+
+def check_no_tls(address: str, tls: Tls | None) -> None:
+    """ConfigurationError if there are certificates for a Unix socket, where nobody could look at them."""
+    if tls is not None and path_of(address) is not None:
+        raise ConfigurationError(
+            f"certificates are for TCP, but {address} is a Unix socket, which its folder guards: leave out --tls and "
+            f"{TLS_VARIABLE}, or give the task an address HOST:PORT"
+        )
+
+
+def _connected(address: str) -> socket.socket:
+    return socket.create_connection(split_address(address), timeout=_PROBE_SECONDS)
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _stamps(folder: Path) -> list[object]:
+    """Differ when a file was written anew."""
+    return [stamp(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES, REVOKED)]
+
+
+def _read(folder: Path) -> _Files:
+    """What is in the folder, checked: gRPC takes anything, and fails every connection afterwards."""
+    from cryptography import x509  # only where there is TLS: it takes longer to import than a health check takes
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+
+    certificate, key, authorities = (_bytes(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES))
+    if (certificate is None) != (key is None):
+        there, missing = (KEY, CERTIFICATE) if certificate is None else (CERTIFICATE, KEY)
+        raise ConfigurationError(f"{folder} holds {there}, but no {missing}; {_MEND}")
+    if certificate is None and authorities is None:
+        what = "holds none of " + ", ".join((CERTIFICATE, KEY, AUTHORITIES)) if folder.is_dir() else "is no folder"
+        raise ConfigurationError(f"the TLS folder {folder} {what}; {_MEND}")
+    ends = None
+    try:
+        where = folder / AUTHORITIES
+        if authorities is not None:
+            x509.load_pem_x509_certificates(authorities)
+        where = folder / CERTIFICATE
+        if certificate is not None and key is not None:
+            leaf = x509.load_pem_x509_certificates(certificate)[0]
+            where = folder / KEY
+            private = serialization.load_pem_private_key(key, None)
+            if private.public_key() != leaf.public_key():
+                raise ConfigurationError(f"{folder / KEY} is not the key of {folder / CERTIFICATE}; {_MEND}")
+            ends = leaf.not_valid_after_utc
+            if ends < _now():
+                raise ConfigurationError(
+                    f"the certificate {folder / CERTIFICATE} expired at {ends:%Y-%m-%d %H:%M} UTC; "
+                    "`pscluster certs DIR --renew` makes new ones for the same CA"
+                )
+    except ConfigurationError:
+        raise
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
+        raise ConfigurationError(f"{where} can't be used: {error}; {_MEND}") from None
+    listed = _bytes(folder / REVOKED)
+    revoked = parse_revoked((listed or b"").decode("ascii", "replace"), str(folder / REVOKED))
+    return _Files(certificate, key, authorities, ends, revoked)
+
+
+def _bytes(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigurationError(f"can't read {path}: {error.strerror}; {_MEND}") from error

@@ -1,0 +1,1 @@
+"""Faults for tests."""

@@ -1,0 +1,1 @@
+"""How processes talk: gRPC, and packets over TCP or Unix sockets (`tcp`), with the same methods and messages."""

@@ -1,0 +1,214 @@
+"""Whether a function is still what it was when it was captured: code, values, and what nobody looks at."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscluster.core.functions.capture import Captures, Changes
+
+CELLS = """
+rate, weights, unused = 0.1, array([1.0]), 1
+class Model:
+    def loss(self, x): return x * rate
+model = Model()
+def helper(x): return other(x)
+def other(x): return x * rate
+def step(x): return helper(x) + weights + missing(x) + len(x)
+class Stepper:
+    def run(self, x): return helper(x)
+    @staticmethod
+    def twice(x): return other(other(x))
+def with_model(x): return model.loss(x)
+shortened = partial(step, 1)
+@cache
+def cached(x): return other(x)
+compiled = frompyfunc(other, 1, 1)
+def uses_compiled(x): return compiled(x)
+def uses_cached(x): return cached(x)
+"""
+
+
+@pytest.fixture
+def cell() -> dict[str, Any]:
+    """The names of a notebook, say."""
+    names: dict[str, Any] = {
+        "__name__": "notebook",
+        "array": np.array,
+        "frompyfunc": np.frompyfunc,
+        "partial": functools.partial,
+        "cache": functools.cache,
+    }
+    exec(CELLS, names)
+    return names
+
+
+class Token:
+    """Something that can be gone."""
+
+
+def changed(found: Captures) -> Changes | None:
+    """None where a look says that there is nothing."""
+    return None if found.are_same() else found.changes()
+
+
+SAME, CODE = None, Changes(True, [])
+
+
+@pytest.mark.parametrize("name", ["helper", "step", "with_model", "shortened", "uses_cached", "model", "Stepper"])
+def test_nothing_has_changed(cell: dict[str, Any], name: str) -> None:
+    """What is as it was is so again and again, whatever else has another value."""
+    found = Captures(cell[name])
+    cell["unused"] = 2
+    assert [changed(found) for _ in range(3)] == [SAME] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "expected"),
+    [
+        ("step", "def other(x): return 2 * x", CODE),  # a helper's helper
+        ("step", "def helper(x): return other(x)", CODE),  # a cell that is run again
+        ("step", "helper.__code__ = (lambda x: 3).__code__", CODE),  # as autoreload does
+        ("step", "step.__code__ = (lambda x: 3).__code__", CODE),
+        ("step", "def missing(x): return x", CODE),
+        ("step", "len = 3", CODE),
+        ("shortened", "def other(x): return 2 * x", CODE),
+        ("uses_cached", "def other(x): return 2 * x", CODE),
+        ("uses_compiled", "compiled = frompyfunc(other, 1, 1)", CODE),
+        ("with_model", "Model.loss = lambda self, x: x", CODE),
+        ("with_model", "model = Model(); old = model", Changes(False, ["model"])),
+        ("with_model", "class Model:\n    pass", SAME),  # the object is of the first one
+        ("Stepper", "Stepper.twice = staticmethod(lambda x: x)", CODE),
+        ("step", "rate = 0.2", Changes(False, ["rate"])),
+        ("step", "rate = helper", CODE),
+        ("step", "helper = 3", CODE),
+        ("step", "weights = array([1.0])", Changes(False, ["weights"])),
+        ("step", "del weights", Changes(False, ["weights"])),
+        ("step", "weights[0] = 3", SAME),  # in place
+        ("step", "rate = float('0.1')", Changes(False, [])),  # another object, as good as the first
+        ("step", "rate, weights = 1, 2", Changes(False, ["rate", "weights"])),
+    ],
+)
+def test_changes(cell: dict[str, Any], name: str, line: str, expected: Changes | None) -> None:
+    """Other code, of helpers too, makes a new function; another value is told of once, by its name."""
+    found = Captures(cell[name])
+    cell["old"] = cell["model"]
+    exec(line, cell)
+    first = changed(found)
+    assert (first and (first.code, sorted(first.values))) == (expected and (expected.code, sorted(expected.values)))
+    if expected != CODE:
+        assert changed(found) is SAME, "once"
+        exec("def other(x): return 7\ntype(old).loss = None", cell)
+        assert changed(found) == CODE, "the rest is still looked at"
+
+
+def test_closures() -> None:
+    """Variables of enclosing functions are names as well."""
+
+    def make() -> tuple[Callable[[], Any], Callable[..., None]]:
+        rate = 0.1
+        helper: Callable[[], int] = lambda: 1  # noqa: E731  (it is rebound below)
+
+        def step() -> Any:
+            return rate, helper()
+
+        def assign(new_rate: float, new_helper: Callable[[], int] | None = None) -> None:
+            nonlocal rate, helper
+            rate, helper = new_rate, new_helper or helper
+
+        return step, assign
+
+    step, assign = make()
+    found = Captures(step)
+    assert changed(found) is SAME
+    assign(0.2)
+    assert changed(found) == Changes(False, ["rate"])
+    assign(0.3)
+    assert changed(found) is SAME, "told of once"
+    assign(0.3, lambda: 2)
+    assert changed(found) == CODE
+
+
+def test_methods(cell: dict[str, Any]) -> None:
+    """A bound method is its function, and those of its class; the object may change in place."""
+    stepper: Any = cell["Stepper"]()
+    found = Captures(stepper.run)
+    stepper.attribute = 3
+    assert changed(found) is SAME
+    exec("def helper(x): return 0", cell)
+    assert changed(found) == CODE
+
+
+def test_large_functions(cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is too much for one look a part is looked at in turn, and all of it after a pause."""
+    lines = [f"v{i} = {i}\ndef f{i}(): return v{i}" for i in range(100)]
+    exec("\n".join(lines) + "\ndef big(): return " + " + ".join(f"f{i}()" for i in range(100)), cell)
+    now = 100.0
+    monkeypatch.setattr("pscluster.core.functions.capture.time.monotonic", lambda: now)
+    for line in ("v77 = -1", "def f3(): return 0"):
+        found = Captures(cell["big"])
+        assert changed(found) is SAME  # a whole look
+        exec(line, cell)
+        assert False in [found.are_same() for _ in found._parts]
+        now += 1.0
+        assert not found.are_same()
+
+
+def test_nothing_is_kept_alive() -> None:
+    """Captured functions and values go when their owner lets them go, also a function that names itself."""
+
+    def make() -> tuple[Callable[[], Any], list[weakref.ref[Any]]]:
+        token, array = Token(), np.zeros(3)
+
+        def step() -> Any:
+            return token, array, step
+
+        return step, [weakref.ref(step), weakref.ref(token), weakref.ref(array)]
+
+    step, kept = make()
+    found = Captures(step)
+    del step
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
+    assert changed(found) == CODE
+
+
+def test_an_id_that_is_used_again(cell: dict[str, Any]) -> None:
+    """A value that is gone is not taken for another one in its place in memory."""
+    found = Captures(cell["step"])
+    for _ in range(50):
+        cell["weights"] = None
+        cell["weights"] = np.array([1.0])
+        if (told := changed(found)) is not SAME:
+            break
+    assert told == Changes(False, ["weights"])
+
+
+def test_several_threads(cell: dict[str, Any]) -> None:
+    """Looks from several threads tell of what changes, and fail in none."""
+    found, told, failed = Captures(cell["step"]), list[str](), list[BaseException]()
+
+    def look() -> None:
+        try:
+            for _ in range(2000):
+                if not found.are_same():
+                    told.extend(found.changes().values)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    cell["rate"] = 7
+    for thread in threads:
+        thread.join(30)
+    assert not failed
+    look()
+    assert told == ["rate"]

@@ -1,0 +1,443 @@
+"""Channels that prove the token over real connections: what a thief on the port learns, and what still works."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tests.conftest import PATIENCE, until
+from tests.faults.proxy import Proxy
+
+from pscluster.core.errors import KIND_METADATA, AuthenticationError, UnavailableError, from_rpc
+from pscluster.core.ids import make_identity
+from pscluster.core.security.authenticator import (
+    CALL_METADATA,
+    HANDSHAKE_METADATA,
+    HANDSHAKE_PATH,
+    AuthenticationInterceptor,
+    Authenticator,
+    NoTokenInterceptor,
+)
+from pscluster.core.security.channel import AuthenticatedChannel
+from pscluster.core.security.handshake import UNPROVEN, Secret, make_request
+from pscluster.core.security.tokens import Token
+from pscluster.core.transport import grpc_streams
+from pscluster.core.transport.channels import (
+    PeerAddress,
+    open_aio_channel,
+    open_channel,
+    open_peer_channel,
+    open_stream,
+)
+
+TOKEN = "correct-horse-battery-staple"
+PAYLOAD = b"the payload that nobody else may see"
+METHODS = ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream")
+
+
+def _echo(request: Any, _context: grpc.ServicerContext) -> bytes:
+    return request if isinstance(request, bytes) else b"".join(request)
+
+
+def _echoes(request: Any, _context: grpc.ServicerContext) -> Iterator[bytes]:
+    yield from ((request,) if isinstance(request, bytes) else request)
+
+
+def _waits(requests: Iterator[bytes], _context: grpc.ServicerContext) -> Iterator[bytes]:
+    yield from requests
+
+
+@contextmanager
+def serving(
+    address: str = "127.0.0.1:0", token: str = TOKEN, interceptors: list[grpc.ServerInterceptor] | None = None
+) -> Iterator[tuple[str, Authenticator]]:
+    """A server of methods of every arity that echo, for those with the token: its address."""
+    authenticator = Authenticator(token, make_identity("ps", 0))
+    authenticator.start()
+    handlers: dict[str, Any] = {
+        "UnaryUnary": grpc.unary_unary_rpc_method_handler(_echo),
+        "UnaryStream": grpc.unary_stream_rpc_method_handler(_echoes),
+        "StreamUnary": grpc.stream_unary_rpc_method_handler(_echo),
+        "StreamStream": grpc.stream_stream_rpc_method_handler(_waits),
+    }
+    with ThreadPoolExecutor(20) as pool:
+        own: list[grpc.ServerInterceptor] = [AuthenticationInterceptor(authenticator)]
+        gates = own if interceptors is None else interceptors
+        server = grpc.server(pool, interceptors=gates, options=[("grpc.so_reuseport", 1)])
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+        port = server.add_insecure_port(address)
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}", authenticator
+        finally:
+            authenticator.stop()
+            server.stop(0).wait()
+
+
+def call(channel: Any, method: str, payload: bytes = PAYLOAD) -> bytes:
+    """The answer of a method of any arity."""
+    first = "Stream" if method.startswith("Stream") else "Unary"
+    shape = f"{first.lower()}_{method.removeprefix(first).lower()}"
+    request: object = iter([payload]) if first == "Stream" else payload
+    answer = getattr(channel, shape)(f"/test/{method}")(request, timeout=PATIENCE)
+    return answer if isinstance(answer, bytes) else b"".join(answer)
+
+
+async def acall(channel: Any, method: str, payload: bytes = PAYLOAD) -> bytes:
+    """The same, on the loop."""
+
+    async def requests() -> Any:
+        yield payload
+
+    first = "Stream" if method.startswith("Stream") else "Unary"
+    end = method.removeprefix(first)
+    made = getattr(channel, f"{first.lower()}_{end.lower()}")(f"/test/{method}")(
+        requests() if first == "Stream" else payload, timeout=PATIENCE
+    )
+    if end == "Unary":
+        return bytes(await made)
+    pieces = []
+    while (piece := await made.read()) is not grpc.aio.EOF:
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_arity(method: str) -> None:
+    """Sync and on a loop, again and again on one channel, and after the server was started anew."""
+    with serving() as (address, _):
+        with open_channel(address, None, TOKEN) as channel:
+            for _ in range(3):
+                assert call(channel, method) == PAYLOAD
+        assert asyncio.run(_thrice(address, method)) == [PAYLOAD] * 3
+
+
+async def _thrice(address: str, method: str) -> list[bytes]:
+    async with open_aio_channel(PeerAddress("ps", 0, address, token=TOKEN)) as channel:
+        return [await acall(channel, method) for _ in range(3)]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_raw_streams(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both kinds, with a session that the server does not know, too."""
+    monkeypatch.setattr(grpc_streams, "_direct", direct)
+    with serving() as (address, authenticator), open_channel(address, None, TOKEN) as channel:
+        for _ in range(2):
+            stream = open_stream(channel, "/test/StreamStream", ())
+            stream.send(PAYLOAD)
+            assert stream.receive() == PAYLOAD
+            stream.close()
+            with authenticator._lock:
+                authenticator._table.drop_tokens(frozenset())
+
+
+def test_many_calls_at_once() -> None:
+    """By many threads on one channel: counters may overtake each other, and none is used twice."""
+    with serving() as (address, _), open_channel(address, None, TOKEN) as channel, ThreadPoolExecutor(16) as pool:
+        bodies = [str(number).encode() for number in range(200)]
+        assert list(pool.map(lambda body: call(channel, "UnaryUnary", body), bodies)) == bodies
+
+
+def test_a_server_that_was_started_anew() -> None:
+    """Knows no session of the one before: the channel makes another handshake, and the call is made."""
+    with serving() as (address, _):
+        channel = open_channel(address, None, TOKEN)
+        assert call(channel, "UnaryUnary") == PAYLOAD
+    with serving(address), channel:
+        until(lambda: _answered(channel), "the channel has found it")
+
+
+def _answered(channel: grpc.Channel) -> bool:
+    try:
+        return call(channel, "UnaryUnary") == PAYLOAD
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        return False
+
+
+class Thief(grpc.ServerInterceptor):
+    """Listens on the port of somebody else, takes every call, and remembers all that it is sent."""
+
+    def __init__(self, answer: Callable[[grpc.ServicerContext], None]) -> None:
+        self.heard: list[bytes] = []
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.calls = threading.Semaphore(0)
+        self._answer = answer
+
+    def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        """Whatever it is."""
+        self.metadata.append(dict(details.invocation_metadata or ()))
+
+        def take(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            self.calls.release()
+            self._answer(context)
+            for request in requests:
+                self.heard.append(request)
+                yield request
+
+        return grpc.stream_stream_rpc_method_handler(take)
+
+
+def _proves_at_random(context: grpc.ServicerContext) -> None:
+    context.send_initial_metadata((("pscluster-proof", "0" * 64),))
+
+
+def _says_nothing(context: grpc.ServicerContext) -> None:
+    context.send_initial_metadata((("hello", "there"),))
+
+
+def _knows_no_session(context: grpc.ServicerContext) -> None:
+    context.set_trailing_metadata((("pscluster-session", "unknown"),))
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "who are you?")
+
+
+def _refuses(context: grpc.ServicerContext) -> None:
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "who are you?")
+
+
+@pytest.mark.parametrize("answer", [_proves_at_random, _says_nothing, _knows_no_session, _refuses])
+@pytest.mark.parametrize("kind", ["UnaryUnary", "StreamStream", "raw", "aio"])
+def test_a_thief_between_two_calls(answer: Callable[[grpc.ServicerContext], None], kind: str) -> None:
+    """Of one channel: it gets no byte of a request, nothing that opens the role, and never the token."""
+    thief = Thief(answer)
+    loop = asyncio.new_event_loop()
+    peer = PeerAddress("ps", 0, "", token=TOKEN)
+
+    def attempt(channel: Any) -> bytes:
+        if kind == "aio":
+            return loop.run_until_complete(acall(channel, "UnaryUnary"))
+        if kind != "raw":
+            return call(channel, kind)
+        stream = open_stream(channel, "/test/StreamStream", ())
+        try:
+            stream.send(PAYLOAD)
+            return stream.receive()
+        finally:
+            stream.close()
+
+    async def opened(address: str) -> Any:
+        return open_aio_channel(PeerAddress("ps", 0, address, token=TOKEN))
+
+    assert peer.token == TOKEN
+    with serving() as (address, _):
+        channel: Any = loop.run_until_complete(opened(address)) if kind == "aio" else open_channel(address, None, TOKEN)
+        assert attempt(channel) == PAYLOAD
+    try:
+        with serving(address, interceptors=[thief]):
+
+            def met() -> bool:
+                with pytest.raises(grpc.RpcError) as error:
+                    attempt(channel)
+                refused = error.value.code()
+                assert refused in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+                return bool(thief.metadata)
+
+            until(met, "the channel has dialled the thief")
+        assert thief.heard == []
+        assert TOKEN not in repr(thief.metadata)
+        with serving(address), grpc.insecure_channel(address) as stranger:
+            for stolen in thief.metadata:
+                shown = tuple((key, stolen[key]) for key in (CALL_METADATA, HANDSHAKE_METADATA) if key in stolen)
+                ways: Any = stranger.stream_stream("/test/StreamStream")
+                with pytest.raises(grpc.RpcError) as refused:
+                    next(ways(iter([PAYLOAD]), metadata=shown, timeout=PATIENCE))
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        if kind == "aio":
+            loop.run_until_complete(channel.close())
+        else:
+            channel.close()
+        loop.close()
+
+
+def test_a_proof_is_good_once() -> None:
+    """What somebody reads on the way of a call opens nothing: not that method again, and no other."""
+    with serving() as (address, _), grpc.insecure_channel(address) as plain:
+        session = AuthenticatedChannel(plain, Secret.of(TOKEN), address).session()
+        header, answer = session.next_call("/test/UnaryUnary")
+        ways: dict[str, Any] = {name: plain.stream_stream(f"/test/{name}") for name in ("UnaryUnary", "StreamUnary")}
+        wrong: Any = ways["StreamUnary"](iter([PAYLOAD]), metadata=((CALL_METADATA, header),), timeout=PATIENCE)
+        assert wrong.code() is grpc.StatusCode.UNAUTHENTICATED
+        used: Any = ways["UnaryUnary"](iter([PAYLOAD]), metadata=((CALL_METADATA, header),), timeout=PATIENCE)
+        assert dict(used.initial_metadata())["pscluster-proof"] == answer
+        assert next(used) == PAYLOAD
+        again: Any = ways["UnaryUnary"](iter([PAYLOAD]), metadata=((CALL_METADATA, header),), timeout=PATIENCE)
+        assert again.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        (b"", grpc.StatusCode.INVALID_ARGUMENT),
+        (b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        (make_request(Secret.of(TOKEN[::-1]), "x", bytes(32)).SerializeToString(), grpc.StatusCode.UNAUTHENTICATED),
+    ],
+    ids=["empty", "rubbish", "another token"],
+)
+def test_a_handshake_that_is_none(given: bytes, code: grpc.StatusCode) -> None:
+    """It is answered without a word of its message being read."""
+    with serving() as (address, _), grpc.insecure_channel(address) as plain:
+        over = threading.Event()
+
+        def nothing() -> Iterator[bytes]:
+            over.wait()
+            yield from ()
+
+        ways: Any = plain.stream_unary(HANDSHAKE_PATH)
+        asked = ways.future(nothing(), metadata=((HANDSHAKE_METADATA, given),), timeout=PATIENCE)
+        assert asked.code() is code
+        over.set()
+
+
+def test_sides_with_different_tokens() -> None:
+    """The server says what is missing; one without any token is told apart; who is no server of ours is not there."""
+    with serving() as (address, _), open_channel(address, None, TOKEN[::-1]) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            call(channel, "UnaryUnary")
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "this cluster asks for a token" in (refused.value.details() or "")
+    with serving(interceptors=[NoTokenInterceptor()]) as (address, _), open_channel(address, None, TOKEN) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            call(channel, "UnaryUnary")
+        assert "runs without a cluster token, and this process has one" in (refused.value.details() or "")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        open_channel(f"127.0.0.1:{silent.getsockname()[1]}", None, TOKEN) as channel,
+    ):
+        ways: Any = channel.unary_unary("/test/UnaryUnary")
+        with pytest.raises(grpc.RpcError) as refused:
+            ways(b"x", timeout=0.5)
+        assert refused.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+
+
+def test_a_token_that_is_taken_out(tmp_path: Path) -> None:
+    """Ends the streams that are open under it; those under another one go on."""
+    file, other = tmp_path / "token", TOKEN[::-1]
+    file.write_text(f"{TOKEN}\n{other}\n")
+    with (
+        serving(token=Token.of([TOKEN, other], file)) as (address, _),
+        open_channel(address, None, TOKEN) as old,
+        open_channel(address, None, other) as new,
+    ):
+        opened = [open_stream(channel, "/test/StreamStream", ()) for channel in (old, new)]
+        for stream in opened:
+            stream.send(PAYLOAD)
+            assert stream.receive() == PAYLOAD
+        file.with_suffix(".draft").write_text(f"{other}\n")
+        file.with_suffix(".draft").rename(file)
+        with pytest.raises(grpc.RpcError) as ended:
+            opened[0].receive()
+        assert ended.value.code() is grpc.StatusCode.CANCELLED
+        with pytest.raises(grpc.RpcError) as refused:
+            call(old, "UnaryUnary")
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        opened[1].send(PAYLOAD)
+        assert opened[1].receive() == PAYLOAD
+        for stream in opened:
+            stream.close()
+
+
+def test_unproven_is_said() -> None:
+    """Who answers a handshake without the token is told from who does not answer."""
+    thief = Thief(_proves_at_random)
+    with (
+        serving(interceptors=[thief]) as (address, _),
+        open_channel(address, None, TOKEN) as channel,
+        pytest.raises(grpc.RpcError) as refused,
+    ):
+        call(channel, "UnaryUnary")
+    assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.UNAVAILABLE, UNPROVEN)
+
+
+def _ends(code: grpc.StatusCode, *trailing: tuple[str, str]) -> Callable[[grpc.ServicerContext], None]:
+    def answer(context: grpc.ServicerContext) -> None:
+        context.set_trailing_metadata(trailing)
+        context.abort(code, "so they say")
+
+    return answer
+
+
+UNBELIEVED = {
+    "stale": _ends(grpc.StatusCode.ABORTED, (KIND_METADATA, "stale")),
+    "lost": _ends(grpc.StatusCode.UNAVAILABLE, (KIND_METADATA, "ps-unavailable")),
+    "unknown": _ends(grpc.StatusCode.NOT_FOUND, (KIND_METADATA, "unknown-variable")),
+    "full": _ends(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    "none": _ends(grpc.StatusCode.UNIMPLEMENTED),
+    "bad": _ends(grpc.StatusCode.INVALID_ARGUMENT),
+    "another token": _ends(grpc.StatusCode.UNAUTHENTICATED, (KIND_METADATA, "authentication")),
+    "no text": lambda context: context.send_initial_metadata((("pscluster-proof-bin", b"\xff"),)),
+}
+
+
+@pytest.mark.parametrize("answer", UNBELIEVED.values(), ids=UNBELIEVED.keys())
+def test_what_a_thief_says_is_not_believed(answer: Callable[[grpc.ServicerContext], None]) -> None:
+    """Whatever status ends a call before a proof, to who has known the role it is as if nobody were there."""
+    thief = Thief(answer)
+    with serving() as (address, _):
+        channel = open_channel(address, None, TOKEN)
+        assert call(channel, "UnaryUnary") == PAYLOAD
+        stream = open_stream(channel, "/test/StreamStream", ())
+        stream.close()
+    with channel, serving(address, interceptors=[thief]):
+        for attempt in (
+            lambda: call(channel, "UnaryUnary"),
+            lambda: open_stream(channel, "/test/StreamStream", ()),
+            lambda: call(channel, "StreamStream"),
+        ):
+
+            def met(attempt: Callable[[], object] = attempt) -> bool:
+                before = len(thief.metadata)
+                with pytest.raises(grpc.RpcError) as error:
+                    attempt()
+                failure = from_rpc(error.value, "ps 0")
+                assert type(failure) is UnavailableError, failure
+                return len(thief.metadata) > before
+
+            until(met, "the thief has been asked")
+    assert thief.heard == []
+
+
+@pytest.mark.parametrize("kind", ["sync", "aio"])
+def test_calls_are_not_passed_on_to_another_role(kind: str) -> None:
+    """Who passes bytes on from the port of one role to another one, which knows the token, too, gets no request: the
+    other says who it is, and is not the one that was looked for."""
+    with serving() as (address, _), Proxy(address) as proxy:
+        peer = PeerAddress("ps", 1, proxy.address, token=TOKEN)
+        ask = functools.partial(asyncio.run, _once(peer)) if kind == "aio" else functools.partial(_ask, peer)
+        with pytest.raises(grpc.RpcError, match="should be ps 1, but ps 0 answers there"):
+            ask()
+
+
+def _ask(peer: PeerAddress) -> bytes:
+    with open_peer_channel(peer) as channel:
+        return call(channel, "UnaryUnary")
+
+
+async def _once(peer: PeerAddress) -> bytes:
+    async with open_aio_channel(peer) as channel:
+        return await acall(channel, "UnaryUnary")
+
+
+def test_the_token_is_shared_with_who_looks_first(tmp_path: Path) -> None:
+    """What serves figures has the same object, and looks at the file, too: what it finds counts here all the same."""
+    file, other = tmp_path / "token", TOKEN[::-1]
+    file.write_text(f"{TOKEN}\n")
+    token = Token.of([TOKEN], file)
+    authenticator = Authenticator(token, make_identity("ps", 0))
+    file.with_suffix(".draft").write_text(f"{other}\n")
+    file.with_suffix(".draft").rename(file)
+    until(lambda: token.accepts(other.encode()), "somebody else has looked")
+    authenticator.look()
+    authenticator.open(make_request(Secret.of(other), "x"))
+    with pytest.raises(AuthenticationError):
+        authenticator.open(make_request(Secret.of(TOKEN), "x"))
