@@ -36,7 +36,7 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.status import ask
 from pscluster.core.transport.unix_sockets import connect, path_of
-from pscluster.ps.spill import LIMIT_BYTES
+from pscluster.ps.storage.spill import LIMIT_BYTES
 
 MIB = 1 << 20
 QUEUE_SECONDS = 240.0  # bounds the functions that hold the workers while the queue fills

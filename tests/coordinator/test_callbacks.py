@@ -31,7 +31,7 @@ from pscluster.coordinator import (
 from pscluster.coordinator.checkpoints import CheckpointManager
 from pscluster.coordinator.training.callbacks import CallbackList, Execution, Monitor
 from pscluster.coordinator.training.state import TrainingState
-from pscluster.ps.schedules import ExponentialDecay
+from pscluster.ps.optim.schedules import ExponentialDecay
 from pscluster.worker.training import logs_of_steps
 
 Step = Callable[[Any], Any]

@@ -43,7 +43,7 @@ from pscluster.coordinator.checkpoints.index import check_whole, read_index
 from pscluster.coordinator.checkpoints.manager import MarkedCheckpoint
 from pscluster.coordinator.cli import cli
 from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
-from pscluster.ps.client import PsClient
+from pscluster.ps.client.client import PsClient
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]

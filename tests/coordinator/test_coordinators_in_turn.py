@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.conftest import OpenCall, search
-from tests.ps.durable.support import padded, values_of
+from tests.ps.storage.support import padded, values_of
 
 from pscluster.coordinator.live_job import LiveJob, continue_job
 from pscluster.core.errors import BusyError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.ids import make_identity
 from pscluster.core.role.node import NodeService
 from pscluster.core.transport.frames import pack, unpack
-from pscluster.ps import service
-from pscluster.ps.durable.keeper import DurabilityOptions, Keeper, Restored
-from pscluster.ps.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server import service
+from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.storage.manager import DurabilityOptions, Keeper, Restored
 from pscluster.v1 import node_pb2, ps_pb2
 
 SERVERS = 2

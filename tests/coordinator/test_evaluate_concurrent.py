@@ -42,7 +42,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.checkpoints.index import read_index
-from pscluster.ps.wire import PINNED
+from pscluster.ps.spec import PINNED
 
 EXAMPLES = 203
 ROWS = 10

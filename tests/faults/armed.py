@@ -29,7 +29,7 @@ from pscluster.coordinator.api import (
 from pscluster.core.errors import UnavailableError
 from pscluster.core.fault_points import FOLDER_VARIABLE, VARIABLE
 from pscluster.core.testing.faults import parse
-from pscluster.ps.wire import SESSION_BYTES
+from pscluster.ps.spec import SESSION_BYTES
 
 FUNCTIONS = 60
 WORKERS = 2

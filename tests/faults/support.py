@@ -25,7 +25,7 @@ from pscluster.core.ids import fresh_id
 from pscluster.core.transport.channels import NODE_SERVICE, open_channel
 from pscluster.core.transport.frames import pack, padding, unpack
 from pscluster.core.transport.methods import Stub
-from pscluster.ps.wire import SERVICE as PS_SERVICE
+from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 
 __all__ = [

@@ -34,9 +34,9 @@ from pscluster.core.ids import fresh_id, make_identity
 from pscluster.core.transport import frames as frames_module
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import padding, view
-from pscluster.ps import client
-from pscluster.ps.payload import Payload
-from pscluster.ps.store import Store
+from pscluster.ps.client import client
+from pscluster.ps.server.payload import Payload
+from pscluster.ps.server.store import Store
 from pscluster.v1 import ps_pb2
 
 FUNCTIONS = 2000

@@ -24,7 +24,7 @@ from pscluster.coordinator.api import (
     SimpleClusterResolver,
     Variable,
 )
-from pscluster.ps.wire import SESSION_BYTES
+from pscluster.ps.spec import SESSION_BYTES
 
 FUNCTIONS = 120
 

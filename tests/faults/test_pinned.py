@@ -27,7 +27,7 @@ from pscluster.coordinator.api import (
     metrics,
 )
 from pscluster.core.errors import PSUnavailableError, UnavailableError
-from pscluster.ps.wire import PINNED
+from pscluster.ps.spec import PINNED
 
 EXAMPLES = 2000
 SHARDS = 40

@@ -21,7 +21,7 @@ from pscluster.coordinator import (
 )
 from pscluster.core.errors import PSUnavailableError
 from pscluster.core.role.server import DATA_PORT_VARIABLE
-from pscluster.ps.wire import SESSION_BYTES
+from pscluster.ps.spec import SESSION_BYTES
 
 
 def freeze(pid: int) -> None:

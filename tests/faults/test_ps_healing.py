@@ -20,7 +20,7 @@ from tests.faults.support import PATIENCE, Job, RawClient, ready, running_job, s
 
 from pscluster.coordinator.api import Checkpoint, Variable, optimizers
 from pscluster.core.errors import MisuseError, PsClusterError, PSUnavailableError, StaleError, UnavailableError
-from pscluster.ps.rules import UpdateRule
+from pscluster.ps.optim import UpdateRule
 from pscluster.v1 import ps_pb2
 
 FUNCTIONS = 1500

@@ -50,15 +50,15 @@ from pscluster.core.security.tokens import load_token
 from pscluster.core.transport.frames import Assembler, pack, padding, unpack
 from pscluster.core.transport.tcp.packets import ClosedError, Connection, Kind, as_buffers
 from pscluster.core.values import decode, decode_call, encode, encode_call
-from pscluster.ps.checkpoints import tensor_files
-from pscluster.ps.checkpoints.roots import Roots
-from pscluster.ps.durable import files as durable_files
-from pscluster.ps.durable import log as durable_log
-from pscluster.ps.durable.files import DamagedError, StateDirectory
-from pscluster.ps.durable.state import restored
-from pscluster.ps.handles import handle_of
-from pscluster.ps.schedules import ExponentialDecay
-from pscluster.ps.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.handles.registry import handle_of
+from pscluster.ps.optim.schedules import ExponentialDecay
+from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.storage import generations as durable_files
+from pscluster.ps.storage import log as durable_log
+from pscluster.ps.storage import tensor_files
+from pscluster.ps.storage.generations import DamagedError, StateDirectory
+from pscluster.ps.storage.replay import restored
+from pscluster.ps.storage.roots import Roots
 from pscluster.v1 import data_plane_pb2, definition_pb2, node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
 from pscluster.worker.failures import failure_of, rebuild_failure
 from pscluster.worker.parts import Part, Reader

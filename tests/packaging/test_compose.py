@@ -113,7 +113,7 @@ def test_compose_trains_the_digits_and_ends(project: str) -> None:
 OVERRIDE = """
 services:
   coordinator:
-    command: [coordinator, --bind, "0.0.0.0:2222", --create-token, --create-tls, examples/digits.py, --steps, "10000"]
+    command: [coordinator, --bind, "0.0.0.0:2222", --create-token, --create-tls, examples/digits.py, --steps, "20000"]
 """
 
 

@@ -94,7 +94,7 @@ import dataclasses, functools, math, sys
 from pathlib import Path
 from typing import ClassVar
 import numpy as np
-from pscluster.ps import rules, schedules
+from pscluster.ps import optim as rules; from pscluster.ps.optim import schedules
 from pscluster.coordinator import (
     CheckpointManager, ClusterCoordinator, FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable,
     metrics, optimizers,

@@ -18,7 +18,7 @@ from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterSer
 from pscluster.core.ids import make_identity
 from pscluster.core.transport.channels import NODE_SERVICE, open_channel
 from pscluster.core.transport.methods import Stub, methods
-from pscluster.ps.wire import SERVICE as PS_SERVICE
+from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
 

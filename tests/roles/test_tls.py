@@ -59,8 +59,8 @@ from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.core.transport.methods import Method, Stub, methods
 from pscluster.core.transport.watchdog import Patience
-from pscluster.ps.service import ParameterServerRole, ParameterServerService
-from pscluster.ps.wire import SERVICE as PS_SERVICE
+from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 
 TOKEN = "correct-horse-battery-staple"

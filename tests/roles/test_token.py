@@ -362,7 +362,7 @@ def test_insecure(tmp_path: Path) -> None:
         "import sys\n"
         "from pscluster.core.role import server as serving\n"
         "serving.is_on_this_machine = lambda address: False\n"
-        "from pscluster.ps.main import main\n"
+        "from pscluster.ps.server.main import main\n"
         "main()\n"
     )
     (address,) = free_addresses(1)

@@ -19,7 +19,7 @@ from pscluster.core.security.tokens import user_token
 from pscluster.core.transport.channels import NODE_SERVICE
 from pscluster.core.transport.frames import CHUNK_BYTES, pack, unpack
 from pscluster.core.transport.methods import Stub
-from pscluster.ps.wire import SERVICE as PS_SERVICE
+from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
 

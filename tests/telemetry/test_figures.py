@@ -18,12 +18,12 @@ from pscluster.coordinator.counts import CoordinatorCounts
 from pscluster.coordinator.scheduler import Task
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.metrics.registry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
-from pscluster.ps.budget import Budget
-from pscluster.ps.counts import ServiceCounts, VariableCounts
-from pscluster.ps.plans import PreparedRead
-from pscluster.ps.service import ParameterServerRole, ParameterServerService
-from pscluster.ps.telemetry import ServerTelemetry
-from pscluster.ps.wire import OURS, PINNED
+from pscluster.ps.read_plans import PreparedRead
+from pscluster.ps.request_metrics import ServiceCounts, VariableCounts
+from pscluster.ps.server.admission import Budget
+from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.telemetry import ServerTelemetry
+from pscluster.ps.spec import OURS, PINNED
 from pscluster.v1 import node_pb2
 from pscluster.worker.telemetry import WorkerTelemetry
 
@@ -133,7 +133,7 @@ def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -
             other.join()
         return now
 
-    monkeypatch.setattr("pscluster.ps.service.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("pscluster.ps.server.service.time", SimpleNamespace(monotonic=clock))
     answer()
     assert seconds == [1, 2]
 

@@ -26,7 +26,7 @@ from pscluster.coordinator import (
 from pscluster.coordinator.telemetry import CoordinatorTelemetry
 from pscluster.core.errors import FunctionError
 from pscluster.core.metrics.registry import MAX_LABELS, OTHER, Telemetry
-from pscluster.ps.telemetry import ServerTelemetry
+from pscluster.ps.server.telemetry import ServerTelemetry
 from pscluster.worker.telemetry import WorkerTelemetry
 
 ROWS, WIDTH = 100, 16

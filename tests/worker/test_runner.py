@@ -21,8 +21,8 @@ from pscluster.core.errors import StaleError, UnavailableError
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.values import encode_call
 from pscluster.core.values.handles import Handle
-from pscluster.ps.client import PsClient
-from pscluster.ps.counts import ClientCounts
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.request_metrics import ClientCounts
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker import runner as runner_module
 from pscluster.worker.counts import WorkerCounts

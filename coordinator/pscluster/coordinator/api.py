@@ -26,10 +26,10 @@ from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, SimpleClus
 from pscluster.core.context import experimental_get_current_worker_index
 from pscluster.core.ids import VERSION
 from pscluster.ps import initializers as initializers
-from pscluster.ps import metrics as metrics
-from pscluster.ps import optimizers as optimizers
-from pscluster.ps.lookup import embedding_bag, embedding_lookup, embedding_lookup_sparse
-from pscluster.ps.variables import IndexedSlices, ShardedVariable, Variable
+from pscluster.ps.handles import metrics as metrics
+from pscluster.ps.handles import optimizers as optimizers
+from pscluster.ps.handles.lookup import embedding_bag, embedding_lookup, embedding_lookup_sparse
+from pscluster.ps.handles.variable import IndexedSlices, ShardedVariable, Variable
 from pscluster.worker.datasets import InputContext
 from pscluster.worker.strategy import ReduceOp
 

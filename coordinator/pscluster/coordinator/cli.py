@@ -68,7 +68,7 @@ def cli() -> None:
 
 
 for _name, _module, _attribute, _summary in (
-    ("ps", "pscluster.ps.main", "command", "Run a parameter server: the task that TF_CONFIG names."),
+    ("ps", "pscluster.ps.server.main", "command", "Run a parameter server: the task that TF_CONFIG names."),
     ("worker", "pscluster.worker.main", "command", "Run a worker: the task that TF_CONFIG names."),
     ("coordinator", "pscluster.coordinator.script", "command", "Run SCRIPT as the coordinator that TF_CONFIG names."),
     ("evaluator", "pscluster.coordinator.script", "evaluator_command", "Run SCRIPT as the evaluator of TF_CONFIG."),

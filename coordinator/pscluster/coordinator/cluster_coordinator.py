@@ -41,7 +41,7 @@ from pscluster.core.functions.definitions import (
 )
 from pscluster.core.values import HandleResolver, encode_call, map_structure
 from pscluster.core.values.handles import Handle, StaysHere
-from pscluster.ps.metrics import MetricLike
+from pscluster.ps.handles.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
 from pscluster.worker.datasets import given
 from pscluster.worker.evaluation import States, by_name, results_of, states_of

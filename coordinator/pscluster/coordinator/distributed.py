@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pscluster.coordinator.positions import Number, Position, Positions, Range, StopOf
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.values.handles import Handle, StaysHere
-from pscluster.ps.variables import Variable
+from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.pipelines import Pipeline
 from pscluster.worker.sources import Files, source_of

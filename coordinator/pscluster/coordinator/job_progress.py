@@ -11,12 +11,12 @@ import numpy as np
 from pscluster.coordinator.partitioners import FixedShardsPartitioner
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.fault_points import reach
-from pscluster.ps.creating import VariableRequest
-from pscluster.ps.wire import OURS
+from pscluster.ps.handles.scope import VariableRequest
+from pscluster.ps.spec import OURS
 
 if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy
-    from pscluster.ps.variables import Variable
+    from pscluster.ps.handles.variable import Variable
 
 NAME = f"{OURS}progress"
 TRAINING = f"{OURS}training"

@@ -54,8 +54,8 @@ from pscluster.core.transport.frames import Assembler, Buffer, pack, pieces, unp
 from pscluster.core.transport.grpc_streams import Stream
 from pscluster.core.transport.methods import Stub
 from pscluster.core.transport.tcp.client import DataPort
-from pscluster.ps.ledger import IntervalSet
-from pscluster.ps.wire import SERVICE as PS_SERVICE
+from pscluster.ps.server.dedup import IntervalSet
+from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
 from pscluster.worker.servers import not_listed
 from pscluster.worker.service import SERVICE as WORKER_SERVICE

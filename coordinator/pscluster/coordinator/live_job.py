@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import MisuseError
-from pscluster.ps.wire import PINNED
+from pscluster.ps.spec import PINNED
 from pscluster.v1 import node_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)

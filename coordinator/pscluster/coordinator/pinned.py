@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from pscluster.core.errors import PsClusterError, UnknownVariableError
 from pscluster.core.fault_points import reach
 from pscluster.core.values.handles import Handle
-from pscluster.ps.optimizers import Optimizer
-from pscluster.ps.variables import JoinedVariable, SlotVariable, Variable
-from pscluster.ps.wire import PINNED
+from pscluster.ps.handles.optimizers import Optimizer
+from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
+from pscluster.ps.spec import PINNED
 from pscluster.v1 import ps_pb2
 
 if TYPE_CHECKING:

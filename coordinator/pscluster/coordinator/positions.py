@@ -26,7 +26,7 @@ from pscluster.coordinator.visits import Visits
 from pscluster.coordinator.waiting import result_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.values.handles import Handle
-from pscluster.ps.wire import OURS
+from pscluster.ps.spec import OURS
 
 if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy

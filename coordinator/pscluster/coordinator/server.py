@@ -14,7 +14,7 @@ from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, TFConfigCl
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.role.server import RoleOptions, listen_address, run_role
 from pscluster.core.security.tokens import hide_token
-from pscluster.ps.main import bounds_of_environ, durability_options, serve_ps
+from pscluster.ps.server.main import bounds_of_environ, durability_options, serve_ps
 from pscluster.worker.main import serve_worker
 
 

@@ -72,13 +72,13 @@ from pscluster.core.security.tls import CERTIFICATE, KEY, Tls
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.core.transport.unix_sockets import SocketTakenError
 from pscluster.core.values.handles import Handle
-from pscluster.ps.client import PsClient
-from pscluster.ps.creating import Partitioner, VariableRequest, colocated_with, colocation, creating_with
-from pscluster.ps.handles import handle_of
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.handles.registry import handle_of
+from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocated_with, colocation, creating_with
+from pscluster.ps.handles.variable import Array, Shard, Variable, VariableList, whole_index
 from pscluster.ps.initializers import Initializer
-from pscluster.ps.store import partition_of
-from pscluster.ps.variables import Array, Shard, Variable, VariableList, whole_index
-from pscluster.ps.wire import OURS
+from pscluster.ps.server.store import partition_of
+from pscluster.ps.spec import OURS
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 from pscluster.worker.strategy import Strategy
 

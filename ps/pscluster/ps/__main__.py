@@ -1,3 +1,3 @@
-from pscluster.ps.main import main
+from pscluster.ps.server.main import main
 
 main()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry import Block
-from pscluster.ps.variables import Array, Variable
+from pscluster.ps.handles.variable import Array, Variable
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ from pscluster.core.functions.nameable import EVERYWHERE, MODULES, ON_WORKERS
 from pscluster.core.functions.policy import Trust
 from pscluster.core.values import encode
 from pscluster.core.values.handles import Handle
-from pscluster.ps import initializers, rules, schedules
+from pscluster.ps import initializers, optim
+from pscluster.ps.optim import schedules
 from pscluster.v1 import definition_pb2
 
 OFF = Trust(pickles=False, why="pickles are off here")
@@ -446,9 +447,9 @@ def part_of(module: str, name: str) -> tuple[bytes, bytes]:
         ("pscluster.worker.sources", "map_leaves"),
         ("pscluster.worker.sources", "MappedArray.open"),
         ("pscluster.worker.datasets", "WorkerIterator"),
-        ("pscluster.ps.variables", "_put"),
+        ("pscluster.ps.handles.variable", "_put"),
         ("pscluster.ps.initializers", "from_spec"),
-        ("pscluster.ps.metrics", "Metric.__init_subclass__"),
+        ("pscluster.ps.handles.metrics", "Metric.__init_subclass__"),
     ],
 )
 @pytest.mark.usefixtures("closed")
@@ -491,7 +492,7 @@ def test_the_list_has_all_that_is_public() -> None:
     """Each public function and class is in the list or known as the coordinator's, and what is listed is there."""
     modules = ("callbacks", "errors", "initializers", "metrics", "optimizers")
     public = {name: getattr(api, name) for name in (*api.__all__, *modules)}
-    for library in (api.errors, api.initializers, api.metrics, schedules, rules):
+    for library in (api.errors, api.initializers, api.metrics, schedules, optim):
         classes = {name: found for name, found in vars(library).items() if isinstance(found, type)}
         public |= {
             name: found
@@ -554,7 +555,7 @@ def code_with(module: Any, function: types.FunctionType, **values: str) -> tuple
 @pytest.mark.usefixtures("closed")
 def test_code_keeps_what_its_file_imports(module: Any) -> None:
     """No other module takes its place, though the file imports that, too; nor is one imported that it does not."""
-    library: Any = importlib.import_module("pscluster.ps.metrics")
+    library: Any = importlib.import_module("pscluster.ps.handles.metrics")
     kept = r"was sent, but the file imports or defines it, or it is built in"
     not_own = r"metrics\.py is no file of this role's own folders"
     swaps: list[tuple[tuple[bytes, bytes], str]] = [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import MisuseError
-from pscluster.ps.metrics import MetricLike, State
+from pscluster.ps.handles.metrics import MetricLike, State
 
 States = dict[str, State]
 """Of several metrics, by name."""

@@ -26,9 +26,9 @@ from pscluster.core.functions.definitions import FunctionHandle, resolve
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.transport.frames import Buffer
 from pscluster.core.values.handles import Handle
-from pscluster.ps.client import PsClient
-from pscluster.ps.handles import handle_of
-from pscluster.ps.wire import PINNED
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.handles.registry import handle_of
+from pscluster.ps.spec import PINNED
 from pscluster.v1 import definition_pb2, worker_pb2
 from pscluster.worker.counts import WorkerCounts
 from pscluster.worker.datasets import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed

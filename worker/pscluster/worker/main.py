@@ -28,8 +28,8 @@ from pscluster.core.role.server import (
 )
 from pscluster.core.security.tls import Tls
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
-from pscluster.ps.client import PsClient
-from pscluster.ps.counts import ClientCounts
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.request_metrics import ClientCounts
 from pscluster.v1 import node_pb2
 from pscluster.worker.servers import ServerList, watch_listing
 from pscluster.worker.service import SERVICE, WorkerRole, WorkerService

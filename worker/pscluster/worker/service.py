@@ -23,7 +23,7 @@ from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.role.node import Role
 from pscluster.core.transport.frames import Assembler, pack, pieces, unpack
-from pscluster.ps.client import PsClient
+from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.counts import WorkerCounts
 from pscluster.worker.job import Job

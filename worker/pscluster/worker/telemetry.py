@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pscluster.core.metrics.registry import Figure, Snapshot, Telemetry
-from pscluster.ps.counts import ClientCounts
+from pscluster.ps.request_metrics import ClientCounts
 from pscluster.worker.service import WorkerRole
 
 OF_CLIENTS = (

@@ -26,7 +26,7 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.geometry import Partition
-from pscluster.ps.checkpoints.tensor_files import CHUNK_BYTES, join, tensor_name
+from pscluster.ps.storage.tensor_files import CHUNK_BYTES, join, tensor_name
 from pscluster.v1 import ps_pb2
 
 FORMAT = "pscluster-checkpoint"

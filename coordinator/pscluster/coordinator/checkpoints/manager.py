@@ -55,14 +55,14 @@ from pscluster.core.fault_points import reach
 from pscluster.core.geometry import moves
 from pscluster.core.ids import fresh_id
 from pscluster.core.values.handles import StaysHere
-from pscluster.ps.checkpoints.tensor_files import join
-from pscluster.ps.wire import PINNED, part_name
+from pscluster.ps.spec import PINNED, part_name
+from pscluster.ps.storage.tensor_files import join
 from pscluster.v1 import ps_pb2
 
 if TYPE_CHECKING:
     from pscluster.coordinator.positions import Positions
     from pscluster.coordinator.strategy import ParameterServerStrategy
-    from pscluster.ps.variables import Variable
+    from pscluster.ps.handles.variable import Variable
 
 logger = logging.getLogger(__name__)
 

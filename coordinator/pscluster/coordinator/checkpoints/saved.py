@@ -12,8 +12,8 @@ from pscluster.coordinator import job_progress
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import SavedTensor, SavedVariable, check_whole, dtype_of, read_index
 from pscluster.core.errors import CheckpointError, UnknownVariableError
-from pscluster.ps.checkpoints.tensor_files import Array, WrittenTensor, join, read
-from pscluster.ps.wire import OURS
+from pscluster.ps.spec import OURS
+from pscluster.ps.storage.tensor_files import Array, WrittenTensor, join, read
 
 
 class SavedVariables(Mapping[str, Array]):

@@ -25,17 +25,9 @@ from pscluster.coordinator.checkpoints.index import (
 from pscluster.coordinator.render import rendered
 from pscluster.core.errors import CheckpointError
 from pscluster.core.sanitize import shown
-from pscluster.ps.checkpoints.tensor_files import (
-    CHUNK_BYTES,
-    Array,
-    TensorToWrite,
-    join,
-    tensor_name,
-    verified,
-    write,
-)
-from pscluster.ps.rules import RULES
-from pscluster.ps.wire import OURS
+from pscluster.ps.optim import RULES
+from pscluster.ps.spec import OURS
+from pscluster.ps.storage.tensor_files import CHUNK_BYTES, Array, TensorToWrite, join, tensor_name, verified, write
 
 _FILE_BYTES = 4 << 30  # of a merged file, about
 _LEAST_READ_BYTES = 64 << 10

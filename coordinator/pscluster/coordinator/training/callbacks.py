@@ -25,9 +25,9 @@ from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
 from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.training.events import EventWriter
 from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, WaitTimeoutError
-from pscluster.ps.optimizers import Optimizer
-from pscluster.ps.schedules import LearningRateSchedule
-from pscluster.ps.variables import Variable
+from pscluster.ps.handles.optimizers import Optimizer
+from pscluster.ps.handles.variable import Variable
+from pscluster.ps.optim.schedules import LearningRateSchedule
 
 logger = logging.getLogger(__name__)
 

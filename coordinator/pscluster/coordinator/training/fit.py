@@ -40,7 +40,7 @@ from pscluster.coordinator.training.state import TrainingState
 from pscluster.core.errors import CancelledError, FunctionError, MisuseError, PsClusterError
 from pscluster.core.functions.definitions import partial_of
 from pscluster.core.sanitize import shown
-from pscluster.ps.metrics import MetricLike
+from pscluster.ps.handles.metrics import MetricLike
 from pscluster.worker.evaluation import by_name
 from pscluster.worker.training import StepLogs, logs_of_steps
 

@@ -20,30 +20,30 @@ _ERRORS = (
 EVERYWHERE: dict[str, frozenset[str]] = {
     "pscluster.core.context": frozenset(("experimental_get_current_worker_index",)),
     "pscluster.core.errors": frozenset(_ERRORS),
-    "pscluster.ps.client": frozenset(("Traffic",)),  # what `strategy.traffic()` gives
+    "pscluster.ps.client.client": frozenset(("Traffic",)),  # what `strategy.traffic()` gives
     "pscluster.ps.initializers": frozenset(
         (
             *("Initializer", "Zeros", "Ones", "Constant", "RandomUniform", "RandomNormal", "TruncatedNormal"),
             *("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal"),
         )
     ),
-    "pscluster.ps.lookup": frozenset(("embedding_bag", "embedding_lookup", "embedding_lookup_sparse")),
-    "pscluster.ps.metrics": frozenset(
+    "pscluster.ps.handles.lookup": frozenset(("embedding_bag", "embedding_lookup", "embedding_lookup_sparse")),
+    "pscluster.ps.handles.metrics": frozenset(
         (
             *("Metric", "MetricLike", "Sum", "Mean", "Accuracy", "SparseCategoricalAccuracy", "MeanSquaredError"),
             *("Precision", "Recall", "AUC"),
         )
     ),
-    "pscluster.ps.rules.update": frozenset(
+    "pscluster.ps.optim.rules": frozenset(
         ("UpdateRule", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Ftrl", "Lion", "RMSprop")
     ),
-    "pscluster.ps.schedules": frozenset(
+    "pscluster.ps.optim.schedules": frozenset(
         (
             *("LearningRateSchedule", "ExponentialDecay", "PiecewiseConstantDecay", "PolynomialDecay"),
             *("InverseTimeDecay", "CosineDecay", "CosineDecayRestarts", "WarmUp"),
         )
     ),
-    "pscluster.ps.variables": frozenset(("IndexedSlices", "ShardedVariable", "Variable")),
+    "pscluster.ps.handles.variable": frozenset(("IndexedSlices", "ShardedVariable", "Variable")),
     "pscluster.worker.datasets": frozenset(("InputContext",)),
     "pscluster.worker.strategy": frozenset(("ReduceOp", "ReduceOp.SUM", "ReduceOp.MEAN")),
 }

@@ -1,0 +1,1 @@
+"""What workers and coordinators read and update parameters with."""

@@ -1,0 +1,1 @@
+"""What users hold: variables, optimizers, metrics, lookups; handles that travel by name."""

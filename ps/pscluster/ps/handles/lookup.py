@@ -1,0 +1,122 @@
+"""Embedding lookups: rows of tables by id, alone or combined into bags; each distinct row travels once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.dtypes import as_array, converted
+from pscluster.core.errors import InvalidUpdateError
+from pscluster.core.geometry import check_ids
+from pscluster.ps.handles.variable import Array, Variable, gather_rows
+
+Combiner = Literal["sum", "mean", "sqrtn"]
+Bags = Sequence[npt.ArrayLike] | npt.NDArray[Any]
+
+
+def embedding_lookup(params: Variable | Sequence[Variable], ids: Any) -> Any:
+    """Rows of a table by id, in the order of the ids, duplicates included; each distinct row travels once.
+
+    Args:
+        params: a table, or several.
+        ids: integers of any shape; for several tables, one such array a table.
+
+    Returns:
+        An array of shape `ids.shape + table.shape[1:]`; for several tables a list, from one request a server.
+
+    Raises:
+        InvalidUpdateError: an id that is no row is named, or the ids are no integers.
+    """
+    if isinstance(params, Variable):
+        return _distinct([(params, ids)])[0]
+    if not isinstance(params, Sequence):
+        raise TypeError(f"embedding_lookup takes a variable or a list of them, not a {type(params).__name__}")
+    if len(params) != len(ids):
+        raise InvalidUpdateError(f"{len(params)} tables, but {len(ids)} arrays of ids: give one for each table")
+    return _distinct(list(zip(params, ids, strict=True)))
+
+
+def embedding_bag(
+    params: Variable,
+    bags: Bags,
+    weights: Bags | None = None,
+    combiner: Combiner = "mean",
+) -> Array:
+    """For each bag of ids, its rows combined; an empty bag gives zeros.
+
+    Args:
+        params: the table, (rows, ...).
+        bags: ragged, a sequence of arrays of ids; or a 2-D array, a bag a row.
+        weights: of the same lengths; default: 1 each.
+        combiner: "sum"; "mean", the sum over the sum of the weights; "sqrtn", over the root of the sum of their
+            squares (TensorFlow's `embedding_lookup_sparse`).
+
+    Returns:
+        An array of shape (bags, ...), of the table's type; of an integer table float64, or for sums without weights
+        int64.
+
+    Raises:
+        InvalidUpdateError: ids that are no rows, weights of other lengths, an unknown combiner.
+    """
+    if combiner not in ("sum", "mean", "sqrtn"):
+        raise InvalidUpdateError(f"combiner is {combiner!r}: give 'sum', 'mean' or 'sqrtn'")
+    if not isinstance(params, Variable):
+        raise TypeError(f"embedding_bag takes one variable, not a {type(params).__name__}")
+    ids = [as_array(bag, params.name, "bag of ids") for bag in bags]
+    lengths = np.array([bag.size for bag in ids], np.int64)
+    flat = _flat(ids)
+    scale = np.ones(len(flat)) if weights is None else _weights(weights, lengths, params.name)
+    rows = _distinct([(params, flat)])[0]
+    shape = (-1, *(1 for _ in params.shape[1:]))
+    summed_in = _sums_of(rows.dtype, weighted=weights is not None or combiner != "sum")
+    out = np.zeros((len(lengths), *params.shape[1:]), summed_in)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    np.add.at(out, owner, rows.astype(out.dtype) * scale.reshape(shape).astype(out.real.dtype))
+    if combiner != "sum":
+        total = np.bincount(owner, scale if combiner == "mean" else scale**2, len(lengths))
+        total = total if combiner == "mean" else np.sqrt(total)
+        out /= np.where(total == 0, 1, total).reshape(shape).astype(out.real.dtype)
+    result: Array = out.astype(rows.dtype, copy=False) if rows.dtype.kind in "fcV" else out
+    return result
+
+
+embedding_lookup_sparse = embedding_bag  # the peer's name
+
+
+def _flat(parts: Sequence[Array]) -> Array:
+    """All elements in one array. Empty ones, which NumPy takes for floats, do not count for its type."""
+    return np.concatenate([part.reshape(-1) for part in parts if part.size] or [np.empty(0, np.int64)])
+
+
+def _weights(weights: Bags, lengths: npt.NDArray[np.int64], name: str) -> Array:
+    arrays = [as_array(each, name, "weights") for each in weights]
+    if [each.size for each in arrays] != lengths.tolist():
+        raise InvalidUpdateError(f"variable {name!r}: weights must have the same lengths as the bags of ids")
+    flat = _flat(arrays)
+    return converted(flat, np.dtype(np.float64), name, "weights")
+
+
+def _sums_of(dtype: np.dtype[Any], weighted: bool) -> np.dtype[Any]:
+    """The type to sum rows of that type in."""
+    if dtype.kind == "c" or dtype == np.float64:
+        return dtype
+    if dtype.kind in "biu":
+        return np.dtype(np.float64 if weighted else np.int64)
+    return np.dtype(np.float32)
+
+
+def _distinct(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
+    """`gather_rows`, with every distinct row read once."""
+    wanted, inverses = [], []
+    for variable, ids in lookups:
+        if not isinstance(variable, Variable):
+            raise TypeError(f"an embedding table is a variable, not a {type(variable).__name__}")
+        checked = check_ids(ids, variable.shape[0] if variable.shape else 0, variable.name)
+        # With the counts NumPy takes a much faster way than without.
+        unique, inverse, _ = np.unique(checked.reshape(-1), return_inverse=True, return_counts=True)
+        wanted.append((variable, unique))
+        inverses.append(inverse.reshape(checked.shape))
+    return [rows[inverse] for rows, inverse in zip(gather_rows(wanted), inverses, strict=True)]

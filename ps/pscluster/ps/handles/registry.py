@@ -1,0 +1,52 @@
+"""Handles from their kind and key, for whoever was sent one: a worker by its coordinator, or the other way round."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from pscluster.core.errors import ProtocolError
+from pscluster.core.values.handles import Handle
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.handles.metrics import Metric
+from pscluster.ps.handles.optimizers import Optimizer
+from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
+
+
+def handle_of(kind: str, key: str, client: Callable[[], PsClient], resolve: Callable[[str, str], Any]) -> Handle | None:
+    """The handle of something that lives on parameter servers; None if nothing of that kind does.
+
+    Args:
+        kind: of the handle.
+        key: of the handle.
+        client: called for the client to look it up with.
+        resolve: called for the handles that it is made of.
+
+    Raises:
+        UnknownVariableError: there is none of that name.
+        ProtocolError: no such key.
+    """
+    if kind == Variable.handle_kind:
+        return Variable.of(client().describe_variable(key), client())
+    if kind == JoinedVariable.handle_kind:
+        return JoinedVariable.of_key(key, lambda name: resolve(Variable.handle_kind, name))
+    if kind == Optimizer.handle_kind:
+        return Optimizer.of(client().describe_optimizer(key), client())
+    if kind == SlotVariable.handle_kind:
+        variable, optimizer, slot = _names(key)
+        holder: Optimizer = resolve(Optimizer.handle_kind, optimizer)
+        return holder.slot(resolve(Variable.handle_kind, variable), slot)
+    if kind == Metric.handle_kind:
+        return Metric.of(key, lambda name: resolve(Variable.handle_kind, name))
+    return None
+
+
+def _names(key: str) -> tuple[str, str, str]:
+    """Those of a slot's variable and optimizer, and its own. ProtocolError if the key has not got them."""
+    with contextlib.suppress(ValueError, RecursionError):
+        match json.loads(key):
+            case [str() as variable, str() as optimizer, str() as slot]:
+                return variable, optimizer, slot
+    raise ProtocolError(f"{key[:80]!r} names no slot of an optimizer")

@@ -1,0 +1,453 @@
+"""The drivers of the update rules: blocks for dense gradients, rows for sparse ones, half precision for both.
+
+A rule is up to a dozen passes over its arrays, so it is run on blocks small enough for a core's second-level
+cache. Sparse gradients gather rows of the parameter and of its slots into such blocks and put them back. Rows
+are moved as opaque items (a void view): a plain copy of bytes each, aligned or not.
+
+Half-precision parameters (float16, bfloat16) are computed in float32 and rounded once, when the block is
+written back. Their slots are better kept in float32 (`new_slots` does), where the squares of small gradients
+are not 0.
+
+Nothing here locks: the caller sees to it that nobody else touches the arrays. Buffers belong to the thread
+and are reused, a few MB at most; there are no temporaries of the parameter's or the gradient's size, but for
+a few integers a row. NaN and Inf follow IEEE arithmetic, without warnings: whether to refuse them is for the
+caller to decide before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.errors import InvalidUpdateError
+from pscluster.ps.optim.rules import Array, UpdateRule
+
+__all__ = ["apply_dense", "apply_rows", "compute_dtype", "deduplicate", "new_slots"]
+
+DType = np.dtype[Any]
+Ids = npt.NDArray[np.int64]
+
+# Elements. Measured with Adam and SGD in float32: half as many cost a tenth, twice as many gain nothing.
+_BLOCK = 64 << 10
+
+# Elements, of whole rows. The larger, the more rows of equal ids are summed at once, which pays where the ids
+# follow a power law.
+_ROW_BLOCK = 128 << 10
+
+# When no more ids than this have further rows, these are summed id by id, and before that layer by layer.
+_FEW = 32
+
+# np.take with out= and its default mode writes through a buffer, for fear of ids that are out of range.
+_IN_RANGE: Literal["clip"] = "clip"
+
+_PARAM = ""  # beside the slots' names
+
+
+def compute_dtype(dtype: npt.DTypeLike) -> DType:
+    """The type in which a parameter of `dtype` is updated: float32 for the half types, else its own."""
+    given = np.dtype(dtype)
+    if given in (np.float32, np.float64):
+        return given
+    if given == np.float16 or given.name == "bfloat16":
+        return np.dtype(np.float32)
+    raise InvalidUpdateError(
+        f"a variable of dtype {given} can't be optimized: make it float16, bfloat16, float32 or float64"
+    )
+
+
+def new_slots(rule: UpdateRule, shape: tuple[int, ...], dtype: npt.DTypeLike) -> dict[str, Array]:
+    """The slots of a parameter of that shape and dtype before its first gradient, by name."""
+    kept_in = compute_dtype(dtype)
+    return {
+        name: np.full(shape, fill, kept_in) if fill else np.zeros(shape, kept_in) for name, fill in rule.slots.items()
+    }
+
+
+def apply_dense(rule: UpdateRule, param: Array, grad: Array, slots: Mapping[str, Array], step: int) -> None:
+    """Apply a gradient for every element: the parameter and its slots change in place.
+
+    Args:
+        param: any shape, usually flat; C-contiguous, of a dtype that `compute_dtype` takes.
+        grad: of the same shape, of any real floating dtype; may be read-only and unaligned.
+        slots: one array of the same shape for each slot of the rule, C-contiguous, param's dtype or float32.
+        step: how many gradients the parameter has had, this one included.
+
+    Raises:
+        InvalidUpdateError: shapes, dtypes or slots don't fit. Nothing was changed.
+    """
+    _check(rule, param, slots)
+    if grad.shape != param.shape:
+        raise InvalidUpdateError(f"a gradient of shape {grad.shape} for a variable of shape {param.shape}")
+    _check_gradient(grad)
+    if not param.size:
+        return
+    _workspace.begin()
+    with np.errstate(all="ignore"):
+        kernel = _Kernel(rule, step, min(_BLOCK, param.size), param, grad, slots)
+        kernel.whole(param.reshape(-1), grad.reshape(-1), {name: slots[name].reshape(-1) for name in rule.slots})
+
+
+def apply_rows(rule: UpdateRule, param: Array, ids: Ids, grads: Array, slots: Mapping[str, Array], step: int) -> None:
+    """Apply a sparse gradient: these rows of the parameter and of its slots change in place.
+
+    Rows of equal ids are first summed, in the type the update is computed in, one after another in the order
+    in which they came: the sums depend on nothing else. Slots are lazy: those of other rows stay as they are,
+    neither decayed nor averaged, while the step counts for all rows.
+
+    Args:
+        param: shape (rows, width), C-contiguous, of a dtype that `compute_dtype` takes.
+        ids: shape (n,), int64, each at least 0 and below `rows`, which the caller has checked.
+        grads: shape (n, width), of any real floating dtype; may be read-only and unaligned.
+        slots: one array of param's shape for each slot of the rule, C-contiguous, param's dtype or float32.
+        step: how many gradients the parameter has had, this one included.
+
+    Raises:
+        InvalidUpdateError: shapes, dtypes or slots don't fit. Nothing was changed.
+    """
+    _check(rule, param, slots)
+    if param.ndim != 2 or ids.ndim != 1 or grads.shape != (len(ids), param.shape[1]):
+        raise InvalidUpdateError(
+            f"rows of shape {grads.shape} for ids of shape {ids.shape} and a variable of shape {param.shape}"
+        )
+    _check_gradient(grads)
+    if ids.dtype != np.int64:
+        raise InvalidUpdateError(f"ids of dtype {ids.dtype}, but they must be int64")
+    if not grads.size:
+        return
+    groups = _Groups.of(ids)
+    _workspace.begin()
+    with np.errstate(all="ignore"):
+        if param.shape[1] > _ROW_BLOCK:
+            _apply_wide_rows(rule, param, groups, grads, slots, step)
+        else:
+            _apply_narrow_rows(rule, param, groups, grads, slots, step)
+
+
+def _apply_narrow_rows(
+    rule: UpdateRule, param: Array, groups: _Groups, grads: Array, slots: Mapping[str, Array], step: int
+) -> None:
+    """Several rows make a block."""
+    width = param.shape[1]
+    many = min(_ROW_BLOCK // width, len(groups.ids))
+    kernel = _Kernel(rule, step, many * width, param, grads, slots)
+    sums = _Sums(groups, grads, many, kernel.dtype)
+    tables = {_PARAM: param} | {name: slots[name] for name in rule.slots}
+    blocks = {name: _workspace.array((many, width), table.dtype) for name, table in tables.items()}
+    moves = [(_items(table), _items(blocks[name])) for name, table in tables.items()]
+    for start in range(0, len(groups.ids), many):
+        touched = groups.ids[start : start + many]
+        size = len(touched)
+        for table, rows in moves:
+            np.take(table, touched, out=rows[:size], mode=_IN_RANGE)
+        flat = {name: rows[:size].reshape(-1) for name, rows in blocks.items()}
+        kernel.block(flat.pop(_PARAM), sums.block(start, start + size).reshape(-1), flat)
+        for table, rows in moves:
+            table[touched] = rows[:size]
+
+
+def _apply_wide_rows(
+    rule: UpdateRule, param: Array, groups: _Groups, grads: Array, slots: Mapping[str, Array], step: int
+) -> None:
+    """A row makes several blocks, in its place."""
+    kernel = _Kernel(rule, step, _BLOCK, param, grads, slots)
+    for index, row in enumerate(groups.ids.tolist()):
+        first, *more = groups.positions(index)
+        grad = grads[first]
+        if more:
+            grad = grad.astype(kernel.dtype)
+            _add_rows(grad, grads, more)
+        kernel.whole(param[row], grad, {name: slots[name][row] for name in rule.slots})
+
+
+def deduplicate(ids: Ids, rows: Array) -> tuple[Ids, Array]:
+    """Sum the rows of equal ids.
+
+    Args:
+        ids: shape (n,), int64.
+        rows: shape (n, width), of any numeric dtype; may be read-only and unaligned.
+
+    Returns:
+        The ids that occur, ascending, and for each the sum of its rows, added one after another in the order
+        in which they came, in the dtype of the rows or, if that is a half type, in float32. If the ids are
+        strictly ascending and the dtype stays, these are the arguments themselves, not copies.
+    """
+    if rows.ndim != 2 or ids.shape != rows.shape[:1]:
+        raise InvalidUpdateError(f"rows of shape {rows.shape} for ids of shape {ids.shape}")
+    summed_in = compute_dtype(rows.dtype) if _is_real(rows.dtype) and rows.itemsize == 2 else rows.dtype
+    groups = _Groups.of(ids)
+    if groups.order is None and summed_in == rows.dtype:
+        return ids, rows
+    width = rows.shape[1]
+    result = np.empty((len(groups.ids), width), summed_in)
+    if not result.size:
+        return groups.ids, result
+    _workspace.begin()
+    with np.errstate(all="ignore"):
+        if width > _ROW_BLOCK:
+            for index, total in enumerate(result):
+                first, *more = groups.positions(index)
+                np.copyto(total, rows[first], casting="unsafe")
+                _add_rows(total, rows, more)
+        else:
+            many = min(_ROW_BLOCK // width, len(result))
+            sums = _Sums(groups, rows, many, summed_in)
+            for start in range(0, len(result), many):
+                sums.write(start, result[start : start + many])
+    return groups.ids, result
+
+
+def _check(rule: UpdateRule, param: Array, slots: Mapping[str, Array]) -> None:
+    """Refuse what would fail in the middle, or write elsewhere than into the arrays given."""
+    kept_in = (param.dtype, compute_dtype(param.dtype))
+    for name in rule.slots:
+        if name not in slots:
+            raise InvalidUpdateError(f"{rule.name} needs a slot {name!r}; given were {sorted(slots)}")
+        slot = slots[name]
+        if slot.shape != param.shape:
+            raise InvalidUpdateError(f"slot {name!r} has shape {slot.shape}, its variable {param.shape}")
+        if slot.dtype not in kept_in:
+            raise InvalidUpdateError(f"slot {name!r} is {slot.dtype}, but must be {kept_in[1]} or as its variable")
+    for array in (param, *(slots[name] for name in rule.slots)):
+        if not (array.flags.c_contiguous and array.flags.writeable):
+            raise InvalidUpdateError("a variable and its slots must be contiguous, writeable arrays")
+
+
+def _check_gradient(grad: Array) -> None:
+    if not _is_real(grad.dtype):
+        raise InvalidUpdateError(f"a gradient of dtype {grad.dtype}: make it a real floating type")
+
+
+def _is_real(dtype: DType) -> bool:
+    return dtype.kind == "f" or dtype.name == "bfloat16"
+
+
+def _items(table: Array) -> Array:
+    """The rows of a contiguous table as opaque items, shape (rows,)."""
+    return table.view(np.dtype((np.void, table.shape[1] * table.itemsize))).reshape(-1)
+
+
+def _add_rows(total: Array, rows: Array, positions: Sequence[int]) -> None:
+    for position in positions:
+        np.add(total, rows[position], out=total, dtype=total.dtype, casting="unsafe")
+
+
+class _Workspace(threading.local):
+    """Buffers of this thread, as large as their largest use so far, and reused from one call to the next."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Array] = []
+        self._used = 0
+
+    def begin(self) -> None:
+        """A new call begins: no buffer is in use."""
+        self._used = 0
+
+    def array(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        """An uninitialized array, until the next `begin`."""
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        if self._used == len(self._buffers):
+            self._buffers.append(np.empty(0, np.uint8))
+        if self._buffers[self._used].size < size:
+            memory = np.empty(size + 64, np.uint8)
+            start = -memory.ctypes.data % 64  # a cache line
+            self._buffers[self._used] = memory[start : start + size]
+        buffer = self._buffers[self._used]
+        self._used += 1
+        return buffer[:size].view(dtype).reshape(shape)
+
+
+_workspace = _Workspace()
+
+
+class _Kernel:
+    """A rule at one step, with buffers for its blocks."""
+
+    def __init__(
+        self, rule: UpdateRule, step: int, size: int, param: Array, grad: Array, slots: Mapping[str, Array]
+    ) -> None:
+        self.dtype = compute_dtype(param.dtype)
+        self._rule = rule
+        self._scalars = rule.scalars(step)
+        self._size = size
+        self._scratch = [self._buffer() for _ in range(rule.scratch)]
+        self._param = None if param.dtype == self.dtype else self._buffer()
+        self._slots = {name: self._buffer() for name in rule.slots if slots[name].dtype != self.dtype}
+        self._grad = None if self._is_ready(grad) else self._buffer()
+
+    def whole(self, param: Array, grad: Array, slots: Mapping[str, Array]) -> None:
+        """Update flat arrays of any size."""
+        for start in range(0, param.size, self._size):
+            span = slice(start, start + self._size)
+            self.block(param[span], grad[span], {name: slot[span] for name, slot in slots.items()})
+
+    def block(self, param: Array, grad: Array, slots: Mapping[str, Array]) -> None:
+        """Update flat arrays of a block's size or less."""
+        p = _loaded(param, self._param)
+        g = grad if self._is_ready(grad) else _loaded(grad, self._grad)
+        s = {name: _loaded(slot, self._slots.get(name)) for name, slot in slots.items()}
+        self._rule.apply(p, g, s, self._scalars, [buffer[: param.size] for buffer in self._scratch])
+        if p is not param:
+            np.copyto(param, p, casting="unsafe")
+        for name in self._slots:
+            np.copyto(slots[name], s[name], casting="unsafe")
+
+    def _buffer(self) -> Array:
+        return _workspace.array((self._size,), self.dtype)
+
+    def _is_ready(self, grad: Array) -> bool:
+        """Can it be used where it is? Unaligned numbers are slow to reckon with, but not to copy."""
+        return grad.dtype == self.dtype and grad.flags.aligned
+
+
+def _loaded(values: Array, buffer: Array | None) -> Array:
+    """The values themselves, or in the buffer if there is one."""
+    if buffer is None:
+        return values
+    part = buffer[: values.size]
+    np.copyto(part, values, casting="unsafe")
+    return part
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Which rows have equal ids.
+
+    Attributes:
+        ids: those that occur, ascending.
+        order: the rows' positions by id, those of equal ids in the order they came in. None: as they are.
+        starts: for each of `ids`, where in `order` its positions start. None: each id has one row.
+        counts: for each of `ids`, how many rows it has. None: each id has one row.
+    """
+
+    ids: Ids
+    order: Ids | None = None
+    starts: Ids | None = None
+    counts: Ids | None = None
+
+    @classmethod
+    def of(cls, ids: Ids) -> _Groups:
+        n = len(ids)
+        if n < 2 or bool((ids[1:] > ids[:-1]).all()):
+            return cls(ids)
+        bits = (n - 1).bit_length()
+        if int(ids.min()) >= 0 and int(ids.max()) < 1 << (63 - bits):
+            # Id and position in one integer: their sort is stable, and ten times as fast as a stable argsort.
+            keys = ids << bits
+            keys |= np.arange(n)
+            keys.sort()
+            order = keys & ((1 << bits) - 1)
+            keys >>= bits
+        else:
+            order = np.argsort(ids, kind="stable")
+            keys = ids[order]
+        first = np.empty(n, np.bool_)
+        first[0] = True
+        np.not_equal(keys[1:], keys[:-1], out=first[1:])
+        starts = np.flatnonzero(first)
+        if len(starts) == n:
+            return cls(keys, order)
+        return cls(keys[starts], order, starts, np.diff(starts, append=n))
+
+    def positions(self, index: int) -> list[int]:
+        """The positions of the rows of `ids[index]`."""
+        if self.order is None:
+            return [index]
+        if self.starts is None or self.counts is None:
+            return [int(self.order[index])]
+        start = self.starts[index]
+        return [int(position) for position in self.order[start : start + self.counts[index]]]
+
+
+class _Sums:
+    """Sums of the rows of equal ids, for one range of ids after the other.
+
+    They are added layer by layer: the second rows of all ids that have two in one operation, then the third
+    ones, and so on; in the end the few ids with very many rows have theirs added one id at a time. These
+    operations run along the rows, as those of `np.add.at` and `np.add.reduceat` do not, and each id's rows
+    are added in order.
+    """
+
+    def __init__(self, groups: _Groups, rows: Array, many: int, dtype: DType) -> None:
+        self._groups = groups
+        self._rows = np.ascontiguousarray(rows)
+        self._items = _items(self._rows)
+        width = rows.shape[1]
+        cast = rows.dtype != dtype
+        shared = groups.starts is not None
+        self._sums = _workspace.array((many, width), dtype) if groups.order is not None else None
+        self._totals = _workspace.array((many if shared else 0, width), dtype)
+        self._layer = _workspace.array((max(many, 2) if shared else 0, width), dtype)
+        self._uncast = _workspace.array((max(many, 2), width), rows.dtype) if cast else None
+
+    def block(self, start: int, stop: int) -> Array:
+        """The sums for the ids from `start` to `stop`, at most `many`: valid until the next call."""
+        if self._sums is None:
+            return self._rows[start:stop]
+        sums = self._sums[: stop - start]
+        self.write(start, sums)
+        return sums
+
+    def write(self, start: int, out: Array) -> None:
+        """Write the sums for the ids from `start` on, at most `many`, as many as `out` has rows."""
+        span = slice(start, start + len(out))
+        order = self._groups.order
+        if order is None:
+            np.copyto(out, self._rows[span], casting="unsafe")
+        elif self._groups.starts is None or self._groups.counts is None:
+            self._gather(order[span], out)
+        else:
+            self._sum(order, self._groups.starts[span], self._groups.counts[span], out)
+
+    def _sum(self, order: Ids, starts: Ids, counts: Ids, out: Array) -> None:
+        self._gather(order[starts], out)
+        several = np.flatnonzero(counts > 1)
+        if not len(several):
+            return
+        # Ids of most rows first: those that have a row in a layer are the first `active` ones.
+        several = several[np.argsort(-counts[several], kind="stable")]
+        starts, fewer = starts[several], -counts[several]
+        totals = self._totals[: len(several)]
+        np.take(_items(out), several, out=_items(totals), mode=_IN_RANGE)
+        layer, active = 1, len(several)
+        while active > _FEW:
+            rows = self._layer[:active]
+            self._gather(order[starts[:active] + layer], rows)
+            np.add(totals[:active], rows, out=totals[:active])
+            layer += 1
+            active = int(np.searchsorted(fewer, -layer))
+        for index in range(active):
+            positions = order[starts[index] + layer : starts[index] - fewer[index]]
+            if len(positions) <= _FEW:
+                _add_rows(totals[index], self._rows, positions.tolist())
+            else:
+                self._add_all(totals[index], positions)
+        _items(out)[several] = _items(totals)
+
+    def _add_all(self, total: Array, positions: Ids) -> None:
+        """Add these rows to one total, in order."""
+        room = len(self._layer) - 1
+        for start in range(0, len(positions), room):
+            piece = positions[start : start + room]
+            rows = self._layer[: len(piece) + 1]
+            rows[0] = total
+            self._gather(piece, rows[1:])
+            if rows.shape[1] == 1:  # here reduce would add pairwise
+                np.cumsum(rows, axis=0, dtype=rows.dtype, out=rows)
+                total[:] = rows[-1]
+            else:
+                np.add.reduce(rows, axis=0, dtype=rows.dtype, out=total)
+
+    def _gather(self, positions: Ids, out: Array) -> None:
+        if self._uncast is None:
+            np.take(self._items, positions, out=_items(out), mode=_IN_RANGE)
+        else:
+            uncast = self._uncast[: len(positions)]
+            np.take(self._items, positions, out=_items(uncast), mode=_IN_RANGE)
+            np.copyto(out, uncast, casting="unsafe")

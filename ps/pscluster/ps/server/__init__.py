@@ -1,0 +1,1 @@
+"""The parameter server: its shards, its service, and its process."""

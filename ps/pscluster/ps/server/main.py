@@ -1,0 +1,191 @@
+"""The parameter server's process: `pscluster ps`, or `python -m pscluster.ps`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.fault_points import reach
+from pscluster.core.ids import make_identity
+from pscluster.core.role.process import main_of
+from pscluster.core.role.server import (
+    RoleOptions,
+    RoleServer,
+    StopRequest,
+    data_port_option,
+    listen_address,
+    own_task,
+    role_options,
+    run_role,
+    settle_trust,
+    tell_trust,
+    with_user_token,
+)
+from pscluster.ps.server.admission import DEFAULT_MIB
+from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.telemetry import ServerTelemetry
+from pscluster.ps.spec import DATA_MESSAGE_BYTES, SERVICE
+from pscluster.ps.storage.manager import (
+    DURABILITY_VARIABLE,
+    SNAPSHOT_SECONDS,
+    STATE_VARIABLE,
+    DurabilityOptions,
+    Keeper,
+    default_directory,
+    durability_named,
+)
+from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.roots import Roots
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT_VARIABLE = "PSCLUSTER_IN_FLIGHT_MIB"
+ROOT_VARIABLE = "PSCLUSTER_CHECKPOINT_ROOT"
+
+SEND_SECONDS = 0.25
+"""For answers that were made in the last moment to be sent, before connections are closed."""
+
+
+def serve_ps(
+    index: int,
+    address: str,
+    options: RoleOptions,
+    in_flight_mib: int = DEFAULT_MIB,
+    durability: DurabilityOptions | None = None,
+    checkpoint_roots: Sequence[str] = (),
+    own: str = "",
+) -> Callable[[StopRequest], Callable[[], None]]:
+    """What `run_role` starts: a parameter server that listens on `address`, and that others know as `own`."""
+
+    def serve(stop: StopRequest) -> Callable[[], None]:
+        mine = with_user_token(options, [address])
+        settle_trust(address, mine)
+        role = ParameterServerRole(index, Keeper(durability or DurabilityOptions()), Roots(checkpoint_roots))
+        service = ParameterServerService(role, in_flight_mib << 20)
+        server = RoleServer(
+            make_identity("ps", index),
+            role,
+            {"ps": (SERVICE, service)},
+            address,
+            mine,
+            on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
+            telemetry=ServerTelemetry(role, service.budget),
+            own=own,
+            admission=service.admission,
+            data_message_bytes=DATA_MESSAGE_BYTES,
+        )
+        server.ready()
+        logger.info("parameter server %d serving on %s", index, address)
+        tell_trust()
+
+        def close() -> None:
+            server.leave()
+            if not service.drain.close(options.grace):
+                logger.warning("requests were still under way after %g s; they are cut off", options.grace)
+            server.stop(SEND_SECONDS)  # streams do not end by themselves
+            reach("ps.stop.before")
+            role.keeper.close()
+
+        return close
+
+    return serve
+
+
+def bounds_of_environ(environ: Mapping[str, str] = os.environ) -> tuple[int, tuple[str, ...]]:
+    """What it says of memory for large requests, in MiB, and of where checkpoints may lie.
+
+    Raises:
+        ConfigurationError: the memory is no whole number of MiB.
+    """
+    text = environ.get(IN_FLIGHT_VARIABLE) or str(DEFAULT_MIB)
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise ConfigurationError(f"{IN_FLIGHT_VARIABLE} is {text!r}; give a whole number of MiB, from 1 on")
+    return int(text), tuple(environ.get(ROOT_VARIABLE, "").split())
+
+
+def durability_options(
+    index: int,
+    address: str,
+    kind: str | None = None,
+    state_dir: Path | None = None,
+    every: float = SNAPSHOT_SECONDS,
+    *,
+    fsync: bool = False,
+) -> DurabilityOptions:
+    """How the server with this address keeps its state: as said, or as the environment says, or with snapshots.
+
+    Raises:
+        ConfigurationError: the environment names no kind of durability.
+    """
+    # The address tells clusters apart that share the directory.
+    folder = (state_dir or default_directory()) / f"ps-{index}-{re.sub(r'[^0-9A-Za-z.-]', '-', address)}"
+    return DurabilityOptions(durability_named(kind), folder, every, fsync)
+
+
+@click.command("ps", help="Run a parameter server: the task that TF_CONFIG names.")
+@click.option(
+    "--in-flight-mib",
+    envvar=IN_FLIGHT_VARIABLE,
+    default=DEFAULT_MIB,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Memory for large requests in flight, in MiB; beyond it clients wait. Or $PSCLUSTER_IN_FLIGHT_MIB.",
+)
+@click.option(
+    "--durability",
+    envvar=DURABILITY_VARIABLE,
+    default=Durability.SNAPSHOT.value,
+    show_default=True,
+    type=click.Choice([kind.value for kind in Durability]),
+    help="What this process's death may cost: all (none), what came since the last snapshot, or nothing (log).",
+)
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help=f"Where state is kept, in a folder for each task. Default: ${STATE_VARIABLE}, or ~/.local/state/pscluster.",
+)
+@click.option(
+    "--snapshot-seconds",
+    default=SNAPSHOT_SECONDS,
+    show_default=True,
+    type=click.FloatRange(0, 1e6, min_open=True),
+    help="Between two snapshots; longer where one takes more than a tenth of it.",
+)
+@click.option("--fsync", is_flag=True, help="Also survive the death of the machine: wait for the disk.")
+@click.option(
+    "--checkpoint-root",
+    "checkpoint_roots",
+    envvar=ROOT_VARIABLE,
+    multiple=True,
+    metavar="DIRECTORY",
+    help="Write and read checkpoints inside of this directory (or URL) only; may be given again. Default: anywhere.",
+)
+@data_port_option
+@role_options
+def command(
+    options: RoleOptions,
+    checkpoint_roots: tuple[str, ...],
+    in_flight_mib: int,
+    durability: str,
+    state_dir: Path | None,
+    snapshot_seconds: float,
+    fsync: bool,
+) -> None:
+    """Run this process' task."""
+    config, index = own_task("ps")
+    own = config.cluster.task_address("ps", index)
+    address = listen_address(own, options)
+    keeping = durability_options(index, own, durability, state_dir, snapshot_seconds, fsync=fsync)
+    serve = serve_ps(index, address, options, in_flight_mib, keeping, checkpoint_roots, own or "")
+    run_role("ps", index, options, serve)
+
+
+def main() -> None:
+    """Entry point."""
+    main_of(command)

@@ -1,0 +1,108 @@
+"""The figures of a parameter server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from pscluster.core.metrics.registry import OTHER, Figure, Labels, Snapshot, Telemetry
+from pscluster.ps.request_metrics import VariableCounts
+from pscluster.ps.server.admission import Budget
+from pscluster.ps.server.service import ParameterServerRole
+from pscluster.ps.spec import OURS, PINNED
+
+_BY = ("variable",)
+
+_OF_VARIABLES: dict[str, tuple[Figure, Callable[[VariableCounts], float]]] = {
+    figure.name: (figure, value)
+    for figure, value in (
+        (Figure("variable_pulls_total", "counter", "shards read, whole or rows", _BY), lambda c: c.pulls),
+        (Figure("variable_pulled_bytes_total", "counter", "values read", _BY), lambda c: c.pulled_bytes),
+        (Figure("variable_pull_seconds_total", "counter", "time to read and send them", _BY), lambda c: c.pull_seconds),
+        (Figure("variable_pushes_total", "counter", "updates of shards applied", _BY), lambda c: c.pushes),
+        (Figure("variable_pushed_bytes_total", "counter", "values of updates applied", _BY), lambda c: c.pushed_bytes),
+        (
+            Figure("variable_push_seconds_total", "counter", "time to apply them, waits for the shard included", _BY),
+            lambda c: c.push_seconds,
+        ),
+        (Figure("variable_rows_read_total", "counter", "rows read by number", _BY), lambda c: c.rows_read),
+        (Figure("variable_rows_updated_total", "counter", "rows updated by number", _BY), lambda c: c.rows_updated),
+    )
+}
+
+
+class ServerTelemetry(Telemetry):
+    """See `figures`."""
+
+    role: ClassVar[str] = "ps"
+    figures = (
+        Figure("pull_seconds", "histogram", "from a read's coming to the last of its answer"),
+        Figure("push_seconds", "histogram", "from an update's coming, or the first of it, to its answer"),
+        Figure("pulled_bytes_total", "counter", "sent in answers to reads"),
+        Figure("pushed_bytes_total", "counter", "received in updates"),
+        Figure("requests_refused_total", "counter", "small requests answered with an error"),
+        Figure("update_staleness_updates", "histogram", "others' updates since the sender's last one, of each update"),
+        Figure("updates_duplicate_total", "counter", "updates dropped since they had been applied before"),
+        Figure("updates_remembered", "gauge", "keys kept to find such"),
+        Figure("updates_lost", "gauge", "acknowledged and lost with a process that died, at least", _BY),
+        Figure("lock_waits_total", "counter", "updates that waited for their shard"),
+        Figure("lock_wait_seconds_total", "counter", "how long they did"),
+        Figure("in_flight_bytes", "gauge", "memory for large requests under way"),
+        Figure("variables", "gauge", "variables with shards here"),
+        Figure("variable_bytes", "gauge", "their shards, with what optimizers keep", _BY),
+        *(figure for figure, _ in _OF_VARIABLES.values()),
+        Figure("snapshot_seconds", "histogram", "to save a generation of the state"),
+        Figure("snapshot_bytes_total", "counter", "written of generations"),
+        Figure("snapshot_failures_total", "counter", "generations that could not be saved"),
+        Figure("log_bytes", "gauge", "the log's segment"),
+        Figure("checkpoint_seconds", "histogram", "to write this server's part of a checkpoint"),
+        Figure("checkpoint_bytes_total", "counter", "written of checkpoints"),
+    )
+
+    def __init__(self, role: ParameterServerRole, budget: Budget) -> None:
+        super().__init__()
+        self._role = role
+        self._budget = budget
+        self._labels = Labels()
+
+    def own(self) -> Snapshot:
+        """From the store, the service and the keeper."""
+        role, store, counts = self._role, self._role.store, self._role.counts
+        # The largest first, for whom there are labels; what an evaluation copies comes and goes.
+        traffic = sorted(store.traffic(), key=lambda each: (each[0].startswith(PINNED), -each[1]))
+        labels = self._labels.choose([name for name, _, _ in traffic if not name.startswith(OURS)])
+        sizes: dict[str, float] = {}
+        lost: dict[str, float] = {}
+        for name, count in store.lost.items():
+            lost[labels.get(name, OTHER)] = lost.get(labels.get(name, OTHER), 0) + count
+        by_figure: dict[str, dict[str, float]] = {name: {} for name in _OF_VARIABLES}
+        for name, nbytes, counted in traffic:
+            label = labels.get(name, OTHER)
+            sizes[label] = sizes.get(label, 0) + nbytes
+            if name.startswith(PINNED):
+                continue  # when it goes, a counter would fall
+            for figure, (_, value) in _OF_VARIABLES.items():
+                by_figure[figure][label] = by_figure[figure].get(label, 0) + value(counted)
+        return {
+            "pull_seconds": counts.pulls.plain(),
+            "push_seconds": counts.pushes.plain(),
+            "pulled_bytes_total": counts.pulled_bytes,
+            "pushed_bytes_total": counts.pushed_bytes,
+            "requests_refused_total": counts.refused,
+            "update_staleness_updates": store.counts.staleness.plain(),
+            "updates_duplicate_total": store.counts.duplicates,
+            "updates_remembered": store.remembered,
+            "updates_lost": lost,
+            "lock_waits_total": store.counts.lock_waits,
+            "lock_wait_seconds_total": store.counts.lock_seconds,
+            "in_flight_bytes": self._budget.used,
+            "variables": len(traffic),
+            "variable_bytes": sizes,
+            **by_figure,
+            "snapshot_seconds": role.keeper.saves.plain(),
+            "snapshot_bytes_total": role.keeper.saved_bytes,
+            "snapshot_failures_total": role.keeper.failures,
+            "log_bytes": role.keeper.log_bytes,
+            "checkpoint_seconds": counts.checkpoints.plain(),
+            "checkpoint_bytes_total": counts.checkpoint_bytes,
+        }

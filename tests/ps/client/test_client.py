@@ -1,0 +1,263 @@
+"""The client of the parameter servers when things go wrong in the middle: interrupts, long transfers, late copies."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+from tests.conftest import PATIENCE, OpenCall
+
+from pscluster.coordinator import ParameterServerStrategy, Variable
+from pscluster.core.errors import PSUnavailableError, UnavailableError
+from pscluster.core.ids import make_identity
+from pscluster.core.transport.channels import PeerAddress
+from pscluster.core.transport.frames import pack
+from pscluster.core.transport.grpc_streams import QueuedStream
+from pscluster.ps.client import client as client_module
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.connections import Server, Session
+from pscluster.ps.client.watchdog import Liveness
+from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.v1 import node_pb2, ps_pb2
+
+JOB = 7
+RETRY_SECONDS = 10.0
+
+
+class Clock:
+    """In the place of the module `time`: stands still until it is moved on."""
+
+    sleep = staticmethod(time.sleep)  # the watchdog's
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        """The time."""
+        return self.now
+
+
+class StrawServer:
+    """A server whose process is there or not, as the test says."""
+
+    def __init__(self) -> None:
+        self.peer = PeerAddress("ps", 0, "127.0.0.1:1")
+        self.asked = 0
+        self.hello: Callable[[], None] = lambda: None
+
+    def check_holding(self, timeout: float = 0.0) -> None:
+        """Answers as the test says."""
+        self.asked += 1
+        self.hello()
+
+    def drop_sessions(self) -> None:
+        """There are none."""
+
+
+@pytest.fixture
+def client() -> Iterator[PsClient]:
+    """A client that has no servers of its own."""
+    client = PsClient([], make_identity("chief", 0), job=JOB, incarnation=1, retry_seconds=RETRY_SECONDS)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The client's clock."""
+    clock = Clock()
+    monkeypatch.setattr(client_module, "time", clock)
+    return clock
+
+
+def retry(client: PsClient, server: StrawServer, attempt: Callable[[], Any]) -> Any:
+    """What the client does with an attempt."""
+    return client._retrying(cast(Server, server), attempt)
+
+
+def test_a_long_transfer_that_breaks_off_is_repeated(client: PsClient, clock: Clock) -> None:
+    """The patience with a server begins when it fails, not when the transfer began that went well for so long."""
+    server, attempts = StrawServer(), list[float]()
+
+    def attempt() -> str:
+        attempts.append(clock.now)
+        clock.now += 100 * RETRY_SECONDS
+        if len(attempts) == 1:
+            raise UnavailableError("broken off")
+        return "whole"
+
+    assert retry(client, server, attempt) == "whole"
+    assert (len(attempts), server.asked) == (2, 1)
+
+
+def test_patience_with_a_failing_server_ends(client: PsClient, clock: Clock) -> None:
+    """What fails again and again is given up `retry_seconds` behind the first failure."""
+    attempts = []
+
+    def attempt() -> None:
+        attempts.append(clock.now)
+        clock.now += 0.6 * RETRY_SECONDS
+        raise UnavailableError("broken off")
+
+    with pytest.raises(PSUnavailableError, match=r"tried for 10 s: .*broken off"):
+        retry(client, StrawServer(), attempt)
+    assert len(attempts) == 3
+
+
+def test_a_hung_server_costs_one_attempt(client: PsClient, clock: Clock) -> None:
+    """An attempt may take a minute to find nobody: after the first one the server is asked whether it is there."""
+    server, attempts = StrawServer(), []
+
+    def nobody() -> None:
+        clock.now += 0.4 * RETRY_SECONDS
+        raise UnavailableError("no hello")
+
+    server.hello = nobody
+
+    def attempt() -> None:
+        attempts.append(clock.now)
+        raise UnavailableError("no answer came in time")
+
+    with pytest.raises(PSUnavailableError):
+        retry(client, server, attempt)
+    assert (len(attempts), server.asked) == (1, 3)
+
+
+def test_a_session_that_has_ended_at_once_leaves_no_thread() -> None:
+    """The requests end with it, so that grpc's thread that waits for the next one ends too."""
+    taken: list[Iterator[bytes]] = []
+
+    class EndedCall:
+        """A call that is over before anybody could ask to be told."""
+
+        def add_callback(self, callback: Callable[[], None]) -> bool:
+            """Too late."""
+            del callback
+            return False
+
+        def cancel(self) -> None:
+            """It is over."""
+
+    def call(requests: Iterator[bytes], metadata: object) -> EndedCall:
+        """A session."""
+        del metadata
+        taken.append(requests)
+        return EndedCall()
+
+    class Channel:
+        """Nobody is at its other end."""
+
+        def stream_stream(self, path: str) -> Callable[..., EndedCall]:
+            """Takes the requests."""
+            del path
+            return call
+
+    stream = QueuedStream(cast(grpc.Channel, Channel()), "", ())
+    session = Session(stream, Liveness(lambda _seconds: True, RETRY_SECONDS))
+    ended: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+    threading.Thread(target=lambda: ended.put(list(taken[0])), daemon=True).start()
+    assert ended.get(timeout=PATIENCE) == []
+    session.close()
+
+
+def test_an_interrupt_between_requests_leaves_no_reply_behind(sharding_strategy: ParameterServerStrategy) -> None:
+    """Ctrl-C while requests go out: no later request is answered with what was asked before."""
+    with sharding_strategy.scope():
+        first = Variable(np.arange(6, dtype=np.float32), name="first")
+        second = Variable(np.arange(6, dtype=np.float32) + 100, name="second")
+    servers = sharding_strategy.client._servers
+    begun: list[Session] = []
+    take = servers[0].take_session
+
+    def note() -> Session:
+        begun.append(take())
+        return begun[-1]
+
+    def interrupt() -> Session:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(servers[0], "take_session", note)
+        patch.setattr(servers[1], "take_session", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            first.read_value()
+    for session in begun:
+        assert session not in servers[0]._idle
+        with pytest.raises((grpc.RpcError, UnavailableError)):
+            session.receive()
+    np.testing.assert_array_equal(second.read_value(), np.arange(6) + 100)
+    np.testing.assert_array_equal(first.read_value(), np.arange(6))
+
+
+def test_an_error_is_raised_when_all_servers_are_done(client: PsClient) -> None:
+    """A function that has failed sends nothing any more: its transfers to other servers have ended by then."""
+    failed, ended = threading.Event(), list[str]()
+
+    def fail() -> None:
+        failed.set()
+        raise ValueError("the first server's")
+
+    def go_on() -> None:
+        assert failed.wait(PATIENCE)
+        for _ in range(1000):
+            time.sleep(0)
+        ended.append("the second server's")
+
+    with pytest.raises(ValueError, match="the first server's"):
+        client._on_each({0: fail, 1: go_on})
+    assert ended == ["the second server's"]
+
+
+def test_a_late_copy_of_a_creation_changes_nothing(strategy: ParameterServerStrategy) -> None:
+    """A variable that is trained already is not born again."""
+    zeros = np.zeros(4, np.float32)
+    with strategy.scope():
+        variable = Variable(zeros, name="w")
+    variable.assign_add(np.ones(4, np.float32))
+    strategy.client.create_variable(strategy.client.describe_variable("w"), [zeros])
+    np.testing.assert_array_equal(variable.read_value(), np.ones(4))
+
+
+def test_a_server_that_worked_for_another_job_shows_it() -> None:
+    """The same process, the same job: but what it held for the job is gone, and the number it works under another."""
+    role = ParameterServerRole(0)
+
+    def attach(job: int, fresh: bool) -> int:
+        request = node_pb2.AttachRequest(job=job)
+        if fresh:
+            role.job_began(request)
+        return role.attached(request)
+
+    before = attach(JOB, fresh=True)
+    assert attach(JOB, fresh=False) == before
+    attach(JOB + 1, fresh=True)
+    role.job_ended()
+    assert attach(JOB, fresh=True) != before
+
+
+def test_a_pull_that_is_given_up_holds_nothing() -> None:
+    """The snapshot of a shard ends with the call that reads it, however far that came."""
+    role = ParameterServerRole(0)
+    role.job_began(node_pb2.AttachRequest(job=JOB))
+    service = ParameterServerService(role)
+    size = 4 << 20
+    spec = ps_pb2.VariableSpec(id=1, name="w", dtype="uint8", shape=[size], splits=[ps_pb2.AxisSplit(ends=[size])])
+    spec.owners.append(0)
+    context = cast(grpc.ServicerContext, OpenCall())
+    create = ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec), total_bytes=size, last=True)
+    service.push(iter([pack(create, [bytes(size)])]), context)
+    (shard,) = role.store._variables[1].shards.values()
+    item = ps_pb2.ReadItem(variable=1, shard=0, rows=ps_pb2.Rows(all=True))
+    read = ps_pb2.Request(read=ps_pb2.ReadRequest(job=JOB, items=[item]), last=True)
+    frames = cast(Any, service.pull(pack(read), context))
+    next(frames)
+    assert len(shard._snapshots) == 1
+    frames.close()
+    assert shard._snapshots == []
+    assert service.drain.close(0.0), "nothing is under way"

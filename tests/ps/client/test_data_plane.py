@@ -1,0 +1,319 @@
+"""Which way requests go: the data plane where it can be reached, gRPC elsewhere; and back again."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.conftest import PATIENCE
+from tests.faults.support import until
+
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    FixedShardsPartitioner,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+)
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.role.server import DATA_PORT_VARIABLE, data_port_of
+from pscluster.core.transport.channels import PeerAddress
+from pscluster.core.transport.grpc_streams import DirectStream, StreamEndedError
+from pscluster.core.transport.tcp import client as data_client
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.connections import Session
+
+LARGE = 3 << 20  # elements: more than goes over a session
+
+
+def session_of(client: PsClient, server: int = 0) -> Session:
+    """One that is idle, or new."""
+    session = client._servers[server].take_session()
+    client._servers[server].give_back(session)
+    return session
+
+
+def idle_connections(client: PsClient) -> int:
+    """Of the data plane, to server 0, that large requests have left."""
+    return len(client._servers[0]._data._idle)
+
+
+@pytest.fixture
+def large(strategy: ParameterServerStrategy) -> Variable:
+    """A variable that is read and updated in frames."""
+    with strategy.scope():
+        return Variable(np.arange(LARGE, dtype=np.float32), name="large")
+
+
+def check(variable: Variable) -> None:
+    """Reads and updates of it do what they should, small ones and large ones."""
+    np.testing.assert_array_equal(variable[5:9], np.arange(5, 9))
+    before = variable.numpy()
+    variable.assign_add(np.ones(LARGE, np.float32))
+    np.testing.assert_array_equal(variable.numpy(), before + 1)
+    variable.assign(np.arange(LARGE, dtype=np.float32))
+    np.testing.assert_array_equal(variable.gather([LARGE - 1, 0]), [LARGE - 1, 0])
+
+
+def test_requests_go_over_the_data_plane(strategy: ParameterServerStrategy, large: Variable) -> None:
+    check(large)
+    assert session_of(strategy.client).direct
+    assert idle_connections(strategy.client) >= 1  # used, and used again
+
+
+def test_functions_go_over_the_data_plane(cluster: LocalCluster, strategy: ParameterServerStrategy) -> None:
+    with ParameterServerStrategy(cluster, take_over=True) as mine:
+        coordinator = ClusterCoordinator(mine)
+        assert coordinator.schedule(os.getpid).fetch(PATIENCE) in cluster.pids.values()
+        links = coordinator._dispatcher._links
+        until(lambda: all(link.connection and link.connection._stream for link in links), "all workers are connected")
+        assert {type(link.connection._stream) for link in links if link.connection} == {data_client.PromptStream}
+
+
+def test_another_address_of_the_server_stays_on_its_way(strategy: ParameterServerStrategy, large: Variable) -> None:
+    """As of a proxy: what is dialled there must not go past it."""
+    for server in strategy.client._servers:
+        path = Path(server.peer.address.removeprefix("unix:"))
+        with contextlib.suppress(FileExistsError):
+            os.symlink(path, path.with_name(f"ps-9{server.peer.index}"))
+        server.peer = PeerAddress("ps", server.peer.index, f"unix:{path.with_name(f'ps-9{server.peer.index}')}")
+        server.hello()
+        server.drop_sessions()
+    check(large)
+    session = session_of(strategy.client)
+    assert not session.direct
+    assert isinstance(session._stream, DirectStream)
+    assert idle_connections(strategy.client) == 0
+
+
+def test_a_port_that_is_blocked(
+    strategy: ParameterServerStrategy, large: Variable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(large)
+    with monkeypatch.context() as patch:
+        patch.setattr(data_client, "_connected", blocked)
+        for server in strategy.client._servers:
+            server.drop_sessions()
+        check(large)
+        assert not session_of(strategy.client).direct
+        for server in strategy.client._servers:
+            server._data._avoid_until = 0.0  # the minute is over
+        check(large)
+        assert not session_of(strategy.client).direct
+    for server in strategy.client._servers:
+        server.hello()  # as after any failure: it could be reached before, and now the server can be, again
+    check(large)
+    assert session_of(strategy.client).direct
+
+
+def test_a_port_that_could_never_be_reached(
+    strategy: ParameterServerStrategy, large: Variable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reaches the server otherwise says nothing about it."""
+    server = strategy.client._servers[0]
+    place = server._data._place
+    assert place is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(data_client, "_connected", blocked)
+        server._data.is_at(("127.0.0.1", 1))
+        server._data.is_at(*place)  # as if it had just begun
+        server.drop_sessions()
+        check(large)
+    for _ in range(2):
+        server.hello()
+        check(large)
+        assert not session_of(strategy.client).direct
+    server._data._avoid_until = 0.0  # the minute is over
+    check(large)
+    assert session_of(strategy.client).direct
+
+
+def blocked(*_: object, **__: object) -> None:
+    """In the place of what dials."""
+    raise TimeoutError("timed out")
+
+
+@pytest.fixture
+def job() -> Iterator[tuple[LocalCluster, ParameterServerStrategy]]:
+    """A cluster whose server may die."""
+    with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
+        yield cluster, strategy
+
+
+def test_a_server_that_is_started_again(job: tuple[LocalCluster, ParameterServerStrategy]) -> None:
+    """Its next process has the same socket, and other sessions."""
+    cluster, strategy = job
+    with strategy.scope():
+        variable = Variable(np.zeros(3, np.float32), name="v")
+    variable.assign_add(np.ones(3, np.float32))
+    server = strategy.client._servers[0]
+    before = server._data._place
+    strategy.client.check_saved(["v"])
+    cluster.wait_restarted("ps", 0, cluster.kill("ps", 0), timeout=PATIENCE)
+    variable.assign_add(np.ones(3, np.float32))
+    assert session_of(strategy.client).direct
+    assert before is not None
+    assert server._data._place is not None
+    assert server._data._place[0] == before[0]
+    assert server._data._place[1] != before[1]
+
+
+_TAKE = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+for port in sys.argv[1:]:
+    for share in (False, True):
+        with socket.socket() as thief:
+            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, share)
+            try:
+                thief.bind(("127.0.0.1", int(port)))
+                print("taken")
+            except OSError as error:
+                print(error.errno)
+"""
+
+
+def test_a_thief_of_the_port_of_a_server_that_died() -> None:
+    """Over TCP: another user gets neither port; somebody of this user, who may, gets a handshake, and is forgotten."""
+    with (
+        LocalCluster(1, 1, transport="tcp", restart=False, log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster) as strategy,
+    ):
+        with strategy.scope():
+            large = Variable(np.arange(LARGE, dtype=np.float32), name="large")
+        server = strategy.client._servers[0]
+        before = server._data._place
+        assert before
+        where = before[0]
+        assert isinstance(where, tuple)
+        strategy.client.check_saved(["large"])
+        cluster.kill("ps", 0)
+        if os.geteuid() == 0:
+            ports = server.peer.address.rpartition(":")[2], str(where[1])
+            took = subprocess.run([sys.executable, "-I", "-S", "-c", _TAKE, *ports], capture_output=True, check=True)
+            assert took.stdout.split() == [str(errno.EADDRINUSE).encode()] * 4
+        with socket.create_server(where, reuse_port=True) as thief:
+            taken = list[bytes]()
+
+            def greet() -> None:
+                greeted, _ = thief.accept()
+                with greeted:
+                    taken.append(greeted.recv(1 << 16))
+                    greeted.sendall(bytes(64))
+
+            greeter = threading.Thread(target=greet)
+            greeter.start()
+            server._data.is_at(("127.0.0.1", 1))
+            server._data.is_at(*before)  # as if it had not been noticed yet that the server is dead
+            assert server._data.open("/test", ()) is None
+            greeter.join(PATIENCE)
+        assert not greeter.is_alive(), "nobody came"
+        assert cluster.token.encode() not in taken[0]
+        assert server._data._forgotten
+        cluster.restart("ps", 0, timeout=PATIENCE)
+        check(large)
+        assert server._data.where == where
+        assert session_of(strategy.client).direct
+
+
+def test_what_was_forgotten_is_asked_for(strategy: ParameterServerStrategy, large: Variable) -> None:
+    """A connection that breaks, while the server lives, takes what was known along; who comes later asks anew."""
+    check(large)
+    server = strategy.client._servers[0]
+    before = server._data._place
+    session = server.take_session()
+    server._data.drop()
+    session._stream._connection._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # not by `cancel`
+    with pytest.raises(StreamEndedError):
+        session._stream.receive()
+    session.close()
+    assert server._data._forgotten
+    server.drop_sessions()
+    assert not session_of(strategy.client).direct, "not at once"
+    server._data._avoid_until = 0.0  # a second later
+    assert session_of(strategy.client).direct
+    assert server._data._place == before
+
+
+def test_without_a_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DATA_PORT_VARIABLE, "off")
+    with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
+        with strategy.scope():
+            large = Variable(np.arange(LARGE, dtype=np.float32), name="large")
+        coordinator = ClusterCoordinator(strategy)
+        assert coordinator.schedule(lambda: float(large[3])).fetch(PATIENCE) == 3.0
+        check(large)
+        assert not session_of(strategy.client).direct
+        (link,) = coordinator._dispatcher._links
+        assert link.connection is not None
+        assert not isinstance(link.connection._stream, data_client.DataStream)
+
+
+def test_an_interrupted_update_over_grpc_leaves_no_call_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a server takes nothing: gRPC's threads end, and the next update is taken."""
+    monkeypatch.setenv(DATA_PORT_VARIABLE, "off")
+    main, before = threading.main_thread(), set(threading.enumerate())
+
+    def waits_for_an_answer() -> bool:  # gRPC itself leaves a call behind that it is interrupted in making
+        frames = traceback.walk_stack(sys._current_frames()[main.ident or 0])
+        return {"push", "wait"} <= {frame.f_code.co_name for frame, _ in frames}
+
+    def threads_of_calls() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread not in before and "(_run)" in thread.name]
+
+    def interrupt() -> None:
+        until(waits_for_an_answer, "the update is under way")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    partitioner = FixedShardsPartitioner(2)
+    with LocalCluster(2, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster, partitioner) as strategy:
+        with strategy.scope():
+            large = Variable(np.zeros((2, 4 * LARGE), np.float32), name="large")
+        until(lambda: not threads_of_calls(), "the cluster is made")
+        interrupter = threading.Thread(target=interrupt)
+        os.kill(cluster.pids["ps", 0], signal.SIGSTOP)
+        try:
+            interrupter.start()
+            with pytest.raises(KeyboardInterrupt) as kept:  # its traceback, as a shell keeps it
+                large.assign_add(np.ones(large.shape, np.float32))
+            until(lambda: not threads_of_calls(), "gRPC's threads have ended", lambda: str(threads_of_calls()))
+            assert kept.tb
+        finally:
+            interrupter.join(PATIENCE)
+            os.kill(cluster.pids["ps", 0], signal.SIGCONT)
+        large.assign(np.full(large.shape, 7, np.float32))
+        assert set(np.unique(large.numpy())) == {7}
+
+
+@pytest.mark.parametrize("text", ["", "65536", "-1", "one", "0x10"])
+def test_ports_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"the data port is .*; give one from 1 to 65535, 0"):
+        data_port_of(text)
+
+
+def test_a_port_for_one_process_does_not_keep_a_local_cluster_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP each server has its own; over Unix sockets none has one."""
+    monkeypatch.setenv(DATA_PORT_VARIABLE, "47123")
+    for transport, kind in (("tcp", tuple), ("unix", str)):
+        with (
+            LocalCluster(2, 1, transport=transport, log_level="ERROR") as cluster,
+            ParameterServerStrategy(cluster) as strategy,
+        ):
+            assert all(session_of(strategy.client, server).direct for server in range(2))
+            found = {server._data.where for server in strategy.client._servers}
+            assert len(found) == 2
+            assert {type(where) for where in found} == {kind}
+            assert ("127.0.0.1", 47123) not in found

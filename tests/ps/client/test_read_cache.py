@@ -1,0 +1,263 @@
+"""Large shards that nobody changes are not sent again; those that somebody changes always are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.conftest import run_strategy, search
+
+from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.ps.client.read_cache import Kept, Key, Verdict
+from pscluster.ps.server.shard import Shard
+
+KEY, OTHER = (1, 0), (2, 3)
+SIZE = 5 << 20
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ParameterServerStrategy]:
+    """Two servers."""
+    yield from run_strategy(2, 1)
+
+
+def pulled(strategy: ParameterServerStrategy, variable: Variable) -> tuple[float, int]:
+    """The value, the same everywhere, and how many bytes it took to read it."""
+    before = strategy.traffic().pulled
+    value = variable.numpy()
+    assert value.min() == value.max()
+    return float(value.flat[0]), strategy.traffic().pulled - before
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_nobody_changes_is_not_sent_again(strategy: ParameterServerStrategy, shards: int) -> None:
+    """The third read moves versions only; every change is seen by the next read."""
+    with strategy.scope():
+        v = Variable(np.zeros((shards, SIZE // 4), np.float32), partitioner=FixedShardsPartitioner(shards))
+    for value in range(5):
+        for _ in range(2):
+            assert pulled(strategy, v)[1] >= shards * SIZE
+        for _ in range(30):  # it may have to grow patient first
+            seen, moved = pulled(strategy, v)
+            assert seen == value
+            if moved < 1000:
+                break
+        assert moved == 8 * shards
+        copy = v.numpy()
+        copy += 1  # what a read gives is the reader's own
+        assert pulled(strategy, v) == (value, 8 * shards)
+        v.assign_add(1)
+        assert pulled(strategy, v)[0] == value + 1
+
+
+def test_reads_beside_updates(strategy: ParameterServerStrategy) -> None:
+    """Whoever reads what it has updated itself sees it, whoever else reads sees values rise."""
+    with strategy.scope():
+        v = Variable(np.zeros(SIZE // 4, np.float32))
+    over, wrong = threading.Event(), list[str]()
+
+    def watch() -> None:
+        last = 0.0
+        while not over.is_set():
+            value = v.numpy()
+            if value.min() != value.max() or value[0] < last:
+                wrong.append(f"{value.min()}..{value.max()} behind {last}")
+            last = float(value[0])
+
+    watchers = [threading.Thread(target=watch) for _ in range(2)]
+    for watcher in watchers:
+        watcher.start()
+    for number in range(1, 21):
+        v.assign_add(1)
+        for _ in range(number % 4):
+            assert v.numpy()[-1] == number
+    over.set()
+    for watcher in watchers:
+        watcher.join()
+    assert wrong == []
+
+
+def test_it_can_be_turned_off(strategy: ParameterServerStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the environment."""
+    monkeypatch.setenv("PSCLUSTER_KEEP_MIB", "0")
+    with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as without:
+        with without.scope():
+            v = Variable(np.zeros(SIZE // 4, np.float32))
+        for _ in range(4):
+            assert pulled(without, v)[1] == SIZE
+
+
+def test_a_copy_needs_one_version_before_and_behind_the_read() -> None:
+    """And to have been seen twice."""
+    kept = Kept(100)
+    assert kept.asks(KEY, 10)
+    assert kept.verdict(KEY, 7) == (Verdict.READ, b"")
+    assert kept.verdict(KEY, 7) == (Verdict.KEEP, b"")
+    kept.keep(KEY, 8, memoryview(b"new"))  # it has changed meanwhile
+    assert kept.verdict(KEY, 7) == (Verdict.KEEP, b"")
+    kept.keep(KEY, 7, memoryview(b"old"))
+    assert kept.verdict(KEY, 7) == (Verdict.COPY, b"old")
+    assert kept.verdict(KEY, 9) == (Verdict.READ, b"")
+    assert kept.used == 0
+
+
+def test_what_changes_all_the_time_is_asked_about_seldom() -> None:
+    """Once in sixteen reads, in the end."""
+    kept, asked = Kept(100), 0
+    for read in range(1000):
+        if kept.asks(KEY, 10):
+            asked += 1
+            assert kept.verdict(KEY, read)[0] is Verdict.READ
+    assert asked < 80
+
+
+def test_room() -> None:
+    """What was not used for longest makes room; what is larger than all is not asked about."""
+    kept = Kept(10)
+    assert not kept.asks(KEY, 11)
+    for key in (KEY, OTHER):
+        for _ in range(2):
+            kept.verdict(key, 1)
+        kept.keep(key, 1, memoryview(bytes(6)))
+    assert kept.used == 6
+    assert kept.verdict(OTHER, 1)[0] is Verdict.COPY
+    assert kept.verdict(KEY, 1)[0] is Verdict.KEEP
+
+
+@given(st.lists(st.tuples(st.sampled_from([KEY, OTHER]), st.sampled_from(["change", "read", "read", "race"]))))
+def test_a_copy_is_never_old(events: list[tuple[tuple[int, int], str]]) -> None:
+    """In whatever order reads and changes come, also in the middle of a read."""
+    kept, now = Kept(12), {KEY: 100, OTHER: 200}
+    for key, event in events:
+        if event == "change":
+            now[key] += 1
+            continue
+        if not kept.asks(key, 8):
+            continue
+        before = now[key]
+        verdict, copy = kept.verdict(key, before)
+        if verdict is Verdict.COPY:
+            assert copy == before.to_bytes(8)
+            continue
+        value = now[key].to_bytes(8)
+        if event == "race":
+            now[key] += 1
+        if verdict is Verdict.KEEP and now[key] == before:
+            kept.keep(key, before, memoryview(value))
+    assert kept.used <= 12
+
+
+@dataclass(eq=False)
+class Read:
+    """A read of a shard, under way."""
+
+    key: Key
+    begun: int  # with so many values before it
+    version: int | None = None
+    verdict: Verdict = Verdict.READ
+    got: bytes | None = None
+    asked_again: bool = False
+    behind: int | None = None
+
+
+class KeptMachine(RuleBasedStateMachine):
+    """Several reads of two shards at once, cut where a client's goes over the network, between updates and restarts.
+
+    Each shard is a real one. A read takes the steps that the client takes: ask for the version, read or take the copy,
+    ask again. What it gives is a value that the shard had between its beginning and its end.
+    """
+
+    keys = st.sampled_from([KEY, KEY, KEY, OTHER])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Kept(12)  # room for one copy of the two
+        self.shards = {key: Shard(np.zeros(1, np.int64)) for key in (KEY, OTHER)}
+        self.values: dict[Key, list[int]] = {KEY: [0], OTHER: [0]}  # all that the shard has had
+        self.reads: list[Read] = []
+
+    @rule(key=keys, amount=st.integers(1, 3))
+    def update(self, key: Key, amount: int) -> None:
+        """Acknowledged: what is read from now on has it."""
+        shard = self.shards[key]
+        with shard.lock:
+            shard.changes += 1
+            shard.before_change()
+            shard.array[0] = self.values[key][-1] + amount
+            shard.updates += 1
+        self.values[key].append(self.values[key][-1] + amount)
+
+    @rule(key=keys, lost=st.integers(0, 2))
+    def restart(self, key: Key, lost: int) -> None:
+        """The server comes back, without the last updates: then the same number of other ones may come."""
+        values = self.values[key]
+        self.values[key] = [*values, values[max(len(values) - 1 - lost, 0)]]
+        self.shards[key] = Shard(np.array([self.values[key][-1]]), self.shards[key].updates - lost)
+
+    @rule(key=keys)
+    def begin(self, key: Key) -> None:
+        """A read begins; it asks for the version, or reads at once."""
+        read = Read(key, len(self.values[key]) - 1)
+        if self.kept.asks(key, 8):
+            read.version = self.shards[key].version
+        self.reads.append(read)
+
+    @precondition(lambda self: len(self.reads) < 9)
+    @rule(key=keys, times=st.integers(1, 3))
+    def read(self, key: Key, times: int) -> None:
+        """Whole reads, beside those that are under way."""
+        for _ in range(times):
+            self.begin(key)
+            mine = self.reads[-1]
+            while mine in self.reads:
+                self.go_on(self.reads.index(mine))
+
+    @precondition(lambda self: self.reads)
+    @rule(which=st.integers(0, 9))
+    def go_on(self, which: int) -> None:
+        """With the next of its steps."""
+        read = self.reads[which % len(self.reads)]
+        if read.got is None:
+            if read.version is not None:
+                read.verdict, copy = self.kept.verdict(read.key, read.version)
+                if read.verdict is Verdict.COPY:
+                    self.end(read, copy)
+                    return
+            read.got = self.shards[read.key].array.tobytes()
+        elif read.verdict is Verdict.KEEP and not read.asked_again:
+            read.behind, read.asked_again = self.shards[read.key].version, True
+        else:
+            if read.asked_again and read.behind == read.version:
+                assert read.behind is not None
+                self.kept.keep(read.key, read.behind, memoryview(read.got))
+            self.end(read, read.got)
+
+    def end(self, read: Read, data: bytes) -> None:
+        self.reads.remove(read)
+        since = self.values[read.key][read.begun :]
+        assert int.from_bytes(data, "little") in since, "a value from before the read, or of no time at all"
+
+    @invariant()
+    def room_is_kept(self) -> None:
+        """No more than was allowed, whatever is dropped and kept again."""
+        assert 0 <= self.kept.used <= 12
+
+    def teardown(self) -> None:
+        """Left alone, a shard is soon read from its copy, whatever went before."""
+        while self.reads:
+            self.go_on(0)
+        self.read(KEY, 40)
+        assert self.kept.asks(KEY, 8)
+        verdict, copy = self.kept.verdict(KEY, self.shards[KEY].version)
+        assert (verdict, copy) == (Verdict.COPY, self.shards[KEY].array.tobytes())
+
+
+TestKept = KeptMachine.TestCase
+TestKept.__doc__ = "No read gives what was there before it began, and what nobody changes is not read again."
+TestKept.settings = search(200, 40)

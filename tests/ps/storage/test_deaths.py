@@ -1,0 +1,765 @@
+"""A parameter server with its directory, whatever its processes, its disk and its coordinators do: a state machine.
+
+Everything is real but the network: the service, the keeper's thread, the files. A death is a copy of the directory,
+made between any two calls of the operating system, in the middle of a write, or of what a machine without power would
+find. The model knows only what was acknowledged, and what was not.
+
+PSCLUSTER_SEARCH=100 searches longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.conftest import OpenCall, search, until
+from tests.ps.storage.support import NEVER, killed, padded, values_of
+
+from pscluster.core.errors import ConfigurationError, PsClusterError, StaleError, UnavailableError
+from pscluster.core.ids import make_identity
+from pscluster.core.role.node import NodeService
+from pscluster.core.transport.frames import pack, unpack
+from pscluster.ps.optim import RULES
+from pscluster.ps.server import service
+from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.storage import log as log_module
+from pscluster.ps.storage.manager import DurabilityOptions, Keeper
+from pscluster.ps.storage.policy import Durability
+from pscluster.v1 import node_pb2, ps_pb2
+
+LENGTH = 60
+"""Elements of a shard. Each update of the model writes one that no other writes; the first is assigned to."""
+
+OPTIMIZER = 1000
+LINEAGE = 78
+NOWHERE = 10**9
+
+
+class Disk:
+    """All calls that change something in one directory, one at a time: dies between two of them, fails at some."""
+
+    CALLS = (
+        "open",
+        "pwritev",
+        "posix_fallocate",
+        "ftruncate",
+        "truncate",
+        "unlink",
+        "replace",
+        "rename",
+        "fsync",
+        "fdatasync",
+    )
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.folder: Path | None = None
+        self.dies_in = self.fails_in = NOWHERE
+        self.torn = False  # it dies in the middle of the write
+        self.code = errno.EIO
+        self.lasting = False  # it fails from then on
+        self.failed = False
+        self.copy: Path | None = None
+        self.meanwhile: Callable[[], None] | None = None  # happens as a generation is written, before its nth call
+        self.happens_in = NOWHERE
+        self._lock = threading.RLock()
+        self._real = {call: getattr(os, call) for call in self.CALLS}
+        for call in self.CALLS:
+            patch.setattr(os, call, self._patched(call))
+
+    def _patched(self, call: str) -> Any:
+        def called(what: Any, *rest: Any, **more: Any) -> Any:
+            with self._lock:
+                if self.folder is None or not self._mine(call, what, rest):
+                    return self._real[call](what, *rest, **more)
+                return self._called(call, what, *rest, **more)
+
+        return called
+
+    def _mine(self, call: str, what: Any, rest: tuple[Any, ...]) -> bool:
+        if call == "open" and not rest[0] & os.O_CREAT:
+            return False
+        path = Path(os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what)
+        return path.parent == self.folder and path.name.startswith(("log", "state-", "losses"))
+
+    @staticmethod
+    def _is_of_a_generation(call: str, what: Any) -> bool:
+        path = Path(os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what)
+        return path.name.startswith("state-") and call != "unlink"
+
+    def _called(self, call: str, what: Any, *rest: Any, **more: Any) -> Any:
+        assert self.folder is not None
+        if self.meanwhile is not None and self._is_of_a_generation(call, what):
+            self.happens_in -= 1
+            if self.happens_in == 0:
+                happens, self.meanwhile = self.meanwhile, None
+                happens()
+        self.dies_in -= 1
+        if self.dies_in == 0:
+            folder, self.folder = self.folder, None
+            if self.torn and call == "pwritev":
+                buffers, offset = rest
+                whole = b"".join(bytes(buffer) for buffer in buffers)
+                os.pwrite(what, whole[: len(whole) // 2], offset)
+            self.copy = killed(folder)
+            self.folder = folder
+        self.fails_in -= 1
+        if self.fails_in <= 0:
+            if not self.lasting:
+                self.fails_in = NOWHERE
+            self.failed = True
+            raise OSError(self.code, os.strerror(self.code))
+        if call in ("fsync", "fdatasync"):
+            return None  # a real disk takes its time
+        return self._real[call](what, *rest, **more)
+
+    def killed(self) -> Path:
+        """What a process that dies now leaves behind."""
+        with self._lock:
+            assert self.folder is not None
+            return killed(self.folder)
+
+    def heal(self) -> None:
+        """From now on all goes well."""
+        with self._lock:
+            self.dies_in = self.fails_in = NOWHERE
+            self.lasting, self.torn = False, False
+
+
+class Process:
+    """A server's process."""
+
+    def __init__(self, folder: Path, kind: Durability, *, fsync: bool) -> None:
+        self.folder, self.kind = folder, kind
+        self.keeper = Keeper(DurabilityOptions(kind, folder, NEVER, fsync))
+        try:
+            self.role = ParameterServerRole(0, self.keeper)
+        except BaseException:
+            self.keeper.close()
+            raise
+        self.service = ParameterServerService(self.role)
+        self.node = NodeService(make_identity("ps", 0), self.role, lambda: None)
+        self.calls: list[tuple[OpenCall, Any]] = []
+
+    def attach(self, request: node_pb2.AttachRequest) -> int:
+        """A coordinator takes the server."""
+        call = OpenCall()
+        events = self.node.attach(request, call)  # type: ignore[arg-type]  # as much of a context as it needs
+        incarnation = next(events).incarnation
+        self.calls.append((call, events))
+        return incarnation
+
+    def coordinator_dies(self) -> None:
+        """Its streams end."""
+        for call, events in self.calls:
+            call.end()
+            events.close()
+        self.calls.clear()
+
+    def push(self, request: ps_pb2.Request, *buffers: bytes) -> ps_pb2.Reply:
+        """A request, and its reply."""
+        request.total_bytes, request.last = sum(map(len, buffers)), True
+        data = self.service.push(iter([pack(request, buffers)]), OpenCall())  # type: ignore[arg-type]
+        return unpack(data, ps_pb2.Reply)[0]
+
+    def settle(self) -> None:
+        """Wait until the keeper's thread has done what it was asked for, so that one example is like another."""
+        plan = self.keeper._plan
+        until(lambda: plan._saving is None and not (self.keeper._job and plan.due() == -np.inf), "it is at rest")
+
+    def end(self) -> None:
+        """Nothing of it runs any more."""
+        self.coordinator_dies()
+        self.keeper.close()
+
+
+@dataclass(eq=False)
+class Entry:
+    """An update of a shard that the server has applied."""
+
+    key: tuple[int, int, int]  # of its request: job and function, or client and number; and which item
+    kind: str
+    place: int
+    value: float
+    told: bool = False  # acknowledged
+    safe: bool = False  # it has to be there whatever happens to the process
+
+
+@dataclass(eq=False)
+class Held:
+    """A shard, as the model sees it: its updates in the order in which they were applied."""
+
+    entries: list[Entry] = field(default_factory=list)
+    lost: int = 0  # acknowledged ones that were lost, so far
+
+
+@dataclass(eq=False)
+class Sent:
+    """A request of a client, which may send it again."""
+
+    job: int
+    incarnation: int
+    function: int
+    sequence: int
+    parts: list[tuple[str, int, int, int]]  # kind, variable, shard, place
+    answered: bool = False
+    life: int = 0  # which process had it last
+
+    def key(self, item: int) -> tuple[int, int, int]:
+        """Of one of its items."""
+        return (self.job, self.function, item) if self.function else (self.incarnation, self.sequence, item)
+
+
+class ServerMachine(RuleBasedStateMachine):
+    """Creations, updates, repetitions, generations, deaths, damage, troubles of the disk, and coordinators in turn."""
+
+    deaths = st.one_of(st.just(0), st.just(0), st.just(0), st.integers(1, 25))
+    torn = st.booleans()
+
+    @initialize(kind=st.sampled_from([Durability.LOG, Durability.LOG, Durability.SNAPSHOT]), fsync=st.booleans())
+    def begin(self, kind: Durability, fsync: bool) -> None:
+        """An empty directory, and a job."""
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(log_module, "_GROW", 4096)
+        self.patch.setattr(service, "OWN_SECONDS", 0.0)
+        self.base = Path(tempfile.mkdtemp(prefix="deaths-"))
+        self.disk = Disk(self.patch)
+        self.kind, self.fsync = kind, fsync
+        self.lives = 0
+        self.settled: dict[int, int] = {}
+        self.epoch = 0
+        self.last_variable = self.last_function = self.last_sequence = self.last_place = 0
+        self.shards: dict[int, list[Held]] = {}
+        self.rates = {0.0}  # what the learning rate may be; 0: there is no optimizer
+        self.sent: list[Sent] = []
+        self.told: dict[tuple[int, int], tuple[int, int]] = {}  # of a shard: life and updates
+        self.process = Process(self.base / "s", kind, fsync=fsync)
+        self.disk.folder = self.process.folder
+        self.next_coordinator()
+
+    # Coordinators
+
+    def next_coordinator(self) -> None:
+        """Takes the server; what the one before has sent is refused from now on."""
+        self.epoch += 1
+        self.job, self.holding = 100 + self.epoch, getattr(self, "holding", 0)
+        self.closed, self.finished = list[int](), set[int]()
+        self.last_function = 0  # numbers begin anew
+        self.attach()
+
+    def request(self) -> node_pb2.AttachRequest:
+        """Of the coordinator that there is."""
+        request = node_pb2.AttachRequest(
+            job=self.job, lineage=LINEAGE, epoch=self.epoch, job_name="a job", holding=self.holding
+        )
+        request.coordinator.CopyFrom(make_identity("chief", 0))
+        request.closed.extend(self.closed)
+        for function in sorted(self.finished):
+            request.finished_starts.append(function)
+            request.finished_stops.append(function + 1)
+        return request
+
+    def attach(self) -> None:
+        """It takes the server."""
+        self.holding = self.process.attach(self.request())
+        self.process.settle()
+
+    @rule(data=st.data(), dies=deaths, torn=torn, killed_behind=st.booleans())
+    def coordinator_dies(self, data: st.DataObject, dies: int, torn: bool, killed_behind: bool) -> None:
+        """And the next one comes, while the server may die, too, or behind its first update."""
+        self.process.coordinator_dies()
+        with self.dying(dies, torn):
+            self.next_coordinator()
+        if self.died:
+            self.start(self.disk.copy)
+        elif killed_behind and self.shards and self.last_place < LENGTH - 9:
+            if (sent := self.fresh(data, 1, inside=True)) is not None:
+                self.send(sent)
+            self.start(self.disk.killed())
+
+    # What happens to the disk in the course of something
+
+    @contextlib.contextmanager
+    def dying(self, at: int, torn: bool) -> Iterator[None]:
+        """The process dies in the block, before its nth call, if it makes so many."""
+        self.disk.copy, self.disk.torn, self.disk.dies_in = None, torn, at or NOWHERE
+        yield
+        self.process.settle()
+        self.disk.dies_in = NOWHERE
+
+    @property
+    def died(self) -> bool:
+        """In the last block."""
+        return self.disk.copy is not None
+
+    def at_rest(self) -> None:
+        """If all goes well now, everything that was applied is safe: the next thing that is asked for is saved."""
+        self.disk.heal()
+        self.process.keeper.save()
+        self.process.settle()
+        self.disk.failed = False  # no more refusals
+        self.all_safe()
+
+    def all_safe(self) -> None:
+        """A generation holds everything."""
+        for held in self.each():
+            for entry in held.entries:
+                entry.safe = True
+
+    def each(self) -> Iterator[Held]:
+        """All shards."""
+        return (held for shards in self.shards.values() for held in shards)
+
+    # Creations
+
+    def create(self, request: ps_pb2.CreateRequest, *buffers: bytes) -> bool:
+        """True if it was acknowledged: then it is on disk, and with it all that was applied before."""
+        try:
+            self.process.push(ps_pb2.Request(create=request), *buffers)
+        except PsClusterError:
+            assert self.disk.failed, "refused without a reason"
+            return False
+        return True
+
+    @precondition(lambda self: len(self.shards) < 4)
+    @rule(two=st.booleans(), dies=deaths, torn=torn)
+    def make(self, two: bool, dies: int, torn: bool) -> None:
+        """A variable of one shard or of two."""
+        self.last_variable += 1
+        number, count = self.last_variable, 2 if two else 1
+        ends = [LENGTH * (index + 1) for index in range(count)]
+        spec = ps_pb2.VariableSpec(
+            id=number, name=f"v{number}", dtype="float64", shape=[ends[-1]], splits=[{"ends": ends}], owners=[0] * count
+        )
+        zeros = b"".join(bytes(chunk) for chunk in padded(*[np.zeros(LENGTH)] * count).chunks)
+        with self.dying(dies, torn):
+            made = self.create(ps_pb2.CreateRequest(job=self.job, variable=spec), zeros)
+        if self.died:
+            self.start(self.disk.copy, perhaps={number: [Held() for _ in range(count)]})
+            return
+        self.shards[number] = [Held() for _ in range(count)]
+        if not made:
+            self.at_rest()  # it is asked for again, until it goes well
+        self.all_safe()
+
+    @precondition(lambda self: self.shards)
+    @rule(data=st.data(), dies=deaths, torn=torn)
+    def delete(self, data: st.DataObject, dies: int, torn: bool) -> None:
+        """A variable."""
+        number = data.draw(st.sampled_from(sorted(self.shards)))
+        with self.dying(dies, torn):
+            try:
+                request = ps_pb2.DeleteRequest(job=self.job, name=f"v{number}")
+                self.process.service.delete(request, OpenCall())  # type: ignore[arg-type]
+                deleted = True
+            except PsClusterError:
+                assert self.disk.failed
+                deleted = False
+        gone = self.shards.pop(number)
+        if self.died:
+            self.start(self.disk.copy, perhaps={number: gone})
+            return
+        if not deleted:
+            self.at_rest()
+        self.all_safe()
+
+    @rule(rate=st.sampled_from([1.0, 2.0, 4.0]), dies=deaths, torn=torn)
+    def declare(self, rate: float, dies: int, torn: bool) -> None:
+        """The optimizer, or another learning rate for it."""
+        numbers, flags = RULES["sgd"](learning_rate=rate).to_spec()
+        spec = ps_pb2.OptimizerSpec(id=OPTIMIZER, name="o", rule="sgd", numbers=numbers, flags=flags)
+        with self.dying(dies, torn):
+            made = self.create(ps_pb2.CreateRequest(job=self.job, optimizer=spec))
+        if self.died:
+            self.rates.add(rate)
+            self.start(self.disk.copy)
+            return
+        self.rates = {rate}
+        if not made:
+            self.at_rest()
+        self.all_safe()
+
+    # Updates
+
+    @property
+    def kinds(self) -> list[str]:
+        return ["add", "assign"] if 0.0 in self.rates or len(self.rates) > 1 else ["add", "assign", "gradient"]
+
+    @precondition(lambda self: self.shards and self.last_place < LENGTH - 9)
+    @rule(data=st.data(), worker=st.integers(1, 2), times=st.integers(1, 3), dies=deaths, torn=torn)
+    def update(self, data: st.DataObject, worker: int, times: int, dies: int, torn: bool) -> None:
+        """By functions and clients, of one to three shards each."""
+        for left in reversed(range(times)):
+            sent = self.fresh(data, worker, data.draw(st.booleans(), "by a function"))
+            if sent is not None:
+                self.send(sent, 0 if left else dies, torn)
+
+    def fresh(self, data: st.DataObject, worker: int, inside: bool) -> Sent | None:
+        """A new request; None if its worker is given up."""
+        incarnation = 1000 * self.epoch + worker
+        if incarnation in self.closed:
+            return None
+        shards = [(variable, shard) for variable, held in self.shards.items() for shard in range(len(held))]
+        chosen = data.draw(st.lists(st.sampled_from(shards), min_size=1, max_size=3))
+        kinds = [data.draw(st.sampled_from(self.kinds)) for _ in chosen]
+        self.last_place += 1
+        parts = []
+        for place, (kind, (variable, shard)) in enumerate(zip(kinds, chosen, strict=True)):
+            self.last_place += place > 0
+            parts.append((kind, variable, shard, self.last_place))
+        function = sequence = 0
+        if inside:
+            self.last_function += 1
+            function = self.last_function
+        else:
+            self.last_sequence += 1
+            sequence = self.last_sequence
+        sent = Sent(self.job, incarnation, function, sequence, parts)
+        self.sent.append(sent)
+        return sent
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), other=st.booleans(), dies=deaths, torn=torn)
+    def send_again(self, data: st.DataObject, other: bool, dies: int, torn: bool) -> None:
+        """A client whose request was not answered; a function that runs again, elsewhere; a copy that comes late."""
+        sent = data.draw(st.sampled_from(self.sent[-8:]))
+        if not sent.function and sent.answered and sent.life != self.lives:
+            return  # connections die with the process, and late copies with them
+        if other and sent.function:
+            sent.incarnation = sent.incarnation + (1 if sent.incarnation % 1000 == 1 else -1)
+        self.send(sent, dies, torn)
+
+    def below(self, sent: Sent) -> int:
+        """All requests of this client below this number were answered."""
+        mine = [each for each in self.sent if each.incarnation == sent.incarnation and not each.function]
+        return min([sent.sequence, *(each.sequence for each in mine if not each.answered)])
+
+    def message(self, sent: Sent) -> tuple[ps_pb2.UpdateRequest, list[bytes]]:
+        """As it goes out."""
+        request = ps_pb2.UpdateRequest(job=sent.job, incarnation=sent.incarnation, function=sent.function)
+        request.sequence = sent.sequence
+        if not sent.function:
+            request.settled = self.below(sent)
+        buffers = []
+        for nth, (kind, variable, shard, place) in enumerate(sent.parts, 1):
+            item = request.items.add(variable=variable, shard=shard, nth=nth)
+            value = float(place) if kind == "assign" else 1.0
+            item.kind = {"add": ps_pb2.ADD, "assign": ps_pb2.ASSIGN, "gradient": ps_pb2.APPLY_GRADIENT}[kind]
+            item.optimizer = OPTIMIZER if kind == "gradient" else 0
+            item.rows.ids, item.value_bytes = 1, 8
+            item.life, item.seen = self.told.get((variable, shard), (0, 0))
+            ids = np.array([0 if kind == "assign" else place])
+            buffers += [bytes(chunk) for chunk in padded(ids, np.array([value])).chunks]
+        return request, buffers
+
+    def send(self, sent: Sent, dies: int = 0, torn: bool = False) -> None:
+        """Send it, and see what becomes of it."""
+        request, buffers = self.message(sent)
+        refused = self.refused(sent)
+        if not refused and any(variable not in self.shards for _, variable, _, _ in sent.parts):
+            with pytest.raises(PsClusterError):
+                self.process.push(ps_pb2.Request(update=request), *buffers)
+            return
+        if any(kind == "gradient" for kind, *_ in sent.parts) and "gradient" not in self.kinds:
+            return
+        reply = error = None
+        with self.dying(dies, torn):
+            try:
+                reply = self.process.push(ps_pb2.Request(update=request), *buffers).update
+            except PsClusterError as raised:
+                error = raised
+        if refused:
+            assert isinstance(error, StaleError), f"it was to be refused: {error or reply}"
+        else:
+            assert error is None or (isinstance(error, UnavailableError) and self.disk.failed), error
+            if error is None or "no update is taken" not in str(error):
+                self.applied(sent, None if self.died else reply)
+        sent.life = self.lives
+        if self.died:
+            self.start(self.disk.copy)
+        elif error is not None and not refused and self.lives % 2:
+            self.at_rest()
+            self.send(sent)  # it has no answer: it sends it again, and is served
+
+    def refused(self, sent: Sent) -> bool:
+        """Is nothing to be applied for it any more?"""
+        if sent.job != self.job or sent.incarnation in self.closed or sent.function in self.finished:
+            return True
+        return not sent.function and sent.sequence < self.settled.get(sent.incarnation, 0)
+
+    def applied(self, sent: Sent, reply: ps_pb2.UpdateReply | None) -> None:
+        """What was not applied before has been now; with a reply it is acknowledged."""
+        fresh = 0
+        for number, (kind, variable, shard, place) in enumerate(sent.parts):
+            held = self.shards[variable][shard]
+            entry = next((each for each in held.entries if each.key == sent.key(number)), None)
+            if entry is None:
+                fresh += 1
+                value = {"add": 1.0, "assign": float(place), "gradient": -max(self.rates)}[kind]
+                entry = Entry(sent.key(number), kind, place, value)
+                held.entries.append(entry)
+            if reply is not None:
+                entry.told = True
+                entry.safe = entry.safe or self.kind is Durability.LOG
+        if reply is None:
+            return
+        assert (reply.applied, reply.repeated_) == (fresh, len(sent.parts) - fresh), "not applied once"
+        sent.answered = True
+        if not sent.function:
+            self.settled[sent.incarnation] = max(self.settled.get(sent.incarnation, 0), self.below(sent))
+        for (_, variable, shard, _), count in zip(sent.parts, reply.updates, strict=True):
+            life, before = self.told.get((variable, shard), (0, 0))
+            self.told[variable, shard] = reply.life, max(count, before if life == reply.life else 0)
+
+    # What the coordinator tells
+
+    @precondition(lambda self: self.last_function > len(self.finished))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        """Functions have ended: nothing more of them is applied."""
+        left = sorted(set(range(1, self.last_function + 1)) - self.finished)
+        functions = data.draw(st.lists(st.sampled_from(left), min_size=1, max_size=3, unique=True))
+        request = ps_pb2.FinishFunctionsRequest(job=self.job, starts=functions, stops=[each + 1 for each in functions])
+        self.process.service.finish_functions(request, OpenCall())  # type: ignore[arg-type]
+        self.finished.update(functions)
+
+    @rule(worker=st.integers(1, 2))
+    def close_worker(self, worker: int) -> None:
+        """It is given up."""
+        incarnation = 1000 * self.epoch + worker
+        request = ps_pb2.CloseIncarnationRequest(job=self.job, incarnation=incarnation)
+        self.process.service.close_incarnation(request, OpenCall())  # type: ignore[arg-type]
+        self.closed.append(incarnation)
+
+    # Generations, deaths, troubles
+
+    @rule(dies=deaths, torn=torn)
+    def save(self, dies: int, torn: bool) -> None:
+        """A generation."""
+        with self.dying(dies, torn):
+            try:
+                self.process.keeper.save()
+                saved = True
+            except PsClusterError:
+                assert self.disk.failed
+                saved = False
+        if self.died:
+            self.start(self.disk.copy)
+        elif saved:
+            self.all_safe()
+
+    @precondition(lambda self: self.shards and self.last_place < LENGTH - 9 and not self.disk.failed)
+    @rule(data=st.data(), inside=st.booleans(), at=st.integers(1, 6), dies=deaths, torn=torn, behind=st.booleans())
+    def save_with_an_update_meanwhile(
+        self, data: st.DataObject, inside: bool, at: int, dies: int, torn: bool, behind: bool
+    ) -> None:
+        """An update comes as the generation is written: it is in it or behind it, and acknowledged at once."""
+        self.disk.heal()
+        sent = self.fresh(data, 1, inside)
+        if sent is None:
+            return
+        request, buffers = self.message(sent)
+        replies: list[ps_pb2.UpdateReply | None] = []
+
+        def happens() -> None:
+            reply = self.process.push(ps_pb2.Request(update=request), *buffers).update
+            replies.append(reply if self.disk.copy is None else None)  # nobody hears of it behind the death
+
+        self.disk.meanwhile, self.disk.happens_in = happens, at
+        with self.dying(dies, torn):
+            self.process.keeper.save()
+        self.disk.meanwhile = None
+        if not self.died:
+            self.all_safe()
+        for reply in replies:
+            self.applied(sent, reply)
+        sent.life = self.lives
+        if self.died or behind:
+            self.start(self.disk.copy or self.disk.killed())
+
+    @rule(calls=st.integers(1, 12), code=st.sampled_from([errno.ENOSPC, errno.EIO]), lasting=st.booleans())
+    def trouble(self, calls: int, code: int, lasting: bool) -> None:
+        """The disk fails once, or from some call on."""
+        self.disk.fails_in, self.disk.code, self.disk.lasting = calls, code, lasting
+
+    @precondition(lambda self: self.disk.failed)
+    @rule()
+    def disk_is_well(self) -> None:
+        """Again."""
+        self.at_rest()
+
+    kinds_of_state = st.sampled_from([Durability.LOG, Durability.LOG, Durability.SNAPSHOT])
+
+    @rule(kind=kinds_of_state)
+    def kill(self, kind: Durability) -> None:
+        """The process dies, and is started again, with another choice, perhaps."""
+        self.start(self.disk.killed(), kind=kind)
+
+    @rule(kind=kinds_of_state)
+    def stop(self, kind: Durability) -> None:
+        """It is asked to stop, and loses nothing."""
+        self.at_rest()
+        assert self.process.service.drain.close(1)
+        self.start(self.process.folder, kind=kind)
+
+    def start(
+        self, folder: Path | None, perhaps: dict[int, list[Held]] | None = None, kind: Durability | None = None
+    ) -> None:
+        """The next process, with what the one before left in this folder."""
+        assert folder is not None
+        self.disk.heal()
+        self.disk.folder, self.disk.copy = None, None
+        self.process.end()
+        if self.process.folder != folder:
+            shutil.rmtree(self.process.folder)
+            folder = folder.rename(self.base / f"s{self.lives}")  # else names grow with every death
+        self.lives += 1
+        before, self.kind = self.kind, kind or self.kind
+        self.process = Process(folder, self.kind, fsync=self.fsync)
+        self.disk.folder, self.disk.failed = folder, False
+        self.settled.clear()
+        self.compare(before, perhaps or {})
+        with pytest.raises(UnavailableError, match="waits for its coordinator"):
+            self.process.push(ps_pb2.Request(update=ps_pb2.UpdateRequest(job=self.job)))
+        self.attach()
+        again = [sent for sent in self.sent if not self.refused(sent) and (sent.function or not sent.answered)]
+        if again and self.lives % 2:  # else later, perhaps
+            self.send(again[-1])
+
+    def compare(self, kind: Durability, perhaps: dict[int, list[Held]]) -> None:
+        """What was restored against what has to be there: the model goes on with what there is."""
+        store = self.process.role.store
+        variables, optimizers, _ = store.held()
+        here = {held.spec.id for held in variables}
+        assert here - perhaps.keys() == self.shards.keys(), "variables that were made, and not deleted"
+        self.shards |= {number: held for number, held in perhaps.items() if number in here}
+        rates = {known.spec.numbers["learning_rate"] for known in optimizers} or {0.0}
+        assert rates <= self.rates, "another learning rate"
+        self.rates = rates
+        for number, shards in self.shards.items():
+            for shard, held in enumerate(shards):
+                self.compare_shard(kind, held, values_of(store, number, shard))
+
+    @staticmethod
+    def compare_shard(kind: Durability, held: Held, values: Any) -> None:
+        assigned = [entry.place for entry in held.entries if entry.kind == "assign"]
+        assert values[0] in (0, *assigned)
+        last = assigned.index(int(values[0])) if values[0] else -1
+        present = []
+        for entry in held.entries:
+            if entry.kind == "assign":
+                here = assigned.index(entry.place) <= last
+            else:
+                here = values[entry.place] != 0
+            if here:
+                present.append(entry)
+            else:
+                assert not entry.safe, f"{entry} is lost"
+                held.lost += entry.told
+        if kind is Durability.SNAPSHOT:
+            assert present == held.entries[: len(present)], "one is there, and one before it is not"
+        held.entries = present
+        for entry in present:
+            entry.safe = True
+
+    @rule(where=st.floats(0, 1), which=st.integers(0, 20), bit=st.integers(0, 7), newest=st.booleans())
+    def damage(self, where: float, which: int, bit: int, newest: bool) -> None:
+        """A bit flips while no process runs: that is said, or what is there is right. All goes on as if it had not."""
+        folder = self.disk.folder
+        assert folder is not None
+        copy = self.disk.killed()
+        self.disk.folder = None
+        try:
+            paths = sorted(path for path in copy.iterdir() if path.name.startswith(("log", "state-")))
+            path = max(copy.glob("state-*.manifest")) if newest else paths[which % len(paths)]
+            data = bytearray(path.read_bytes())
+            while data and not data[-1] and path.name.startswith("log"):
+                data.pop()  # what was set aside, and not written
+            if not data:
+                return
+            at = int(where * (len(data) - 1))
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([data[at] ^ 1 << bit]))
+            try:
+                process = Process(copy, self.kind, fsync=False)
+            except ConfigurationError:
+                return
+            try:
+                self.look_at(process)
+            finally:
+                process.end()
+        finally:
+            shutil.rmtree(copy)
+            self.disk.folder = folder
+
+    def look_at(self, process: Process) -> None:
+        """No value is wrong, and what is there is not applied again."""
+        here = {held.spec.id for held in process.role.store.held()[0]}
+        process.attach(self.request())
+        for number in here & self.shards.keys():
+            for shard, held in enumerate(self.shards[number]):
+                values = values_of(process.role.store, number, shard)
+                right = {entry.place: entry.value for entry in held.entries if entry.kind != "assign"}
+                assigned = [entry.place for entry in held.entries if entry.kind == "assign"]
+                assert values[0] in (0, *assigned)
+                assert all(value in (0, right.get(place, 0)) for place, value in enumerate(values[1:], 1))
+        for sent in self.sent[-8:]:
+            if not sent.function or self.refused(sent) or not all(part[1] in here for part in sent.parts):
+                continue
+            if any(kind == "gradient" for kind, *_ in sent.parts) and "gradient" not in self.kinds:
+                continue
+            request, buffers = self.message(sent)
+            if any(variable not in self.shards for _, variable, _, _ in sent.parts):
+                continue
+            with contextlib.suppress(UnavailableError):
+                process.push(ps_pb2.Request(update=request), *buffers)
+            for kind, variable, shard, place in sent.parts:
+                if kind == "add":
+                    assert values_of(process.role.store, variable, shard)[place] <= 1, "applied twice"
+
+    # What always holds
+
+    @invariant()
+    def the_values_are_those_of_the_updates(self) -> None:
+        """Each once, and the last assigned one."""
+        if not hasattr(self, "process"):
+            return
+        store = self.process.role.store
+        for number, shards in self.shards.items():
+            for shard, held in enumerate(shards):
+                expected = np.zeros(LENGTH)
+                for entry in held.entries:
+                    expected[0 if entry.kind == "assign" else entry.place] = entry.value
+                assert values_of(store, number, shard).tolist() == expected.tolist()
+        lost = {f"v{number}": max(held.lost for held in shards) for number, shards in self.shards.items()}
+        assert all(count <= lost[name] for name, count in store.lost.items()), "more losses than there were"
+
+    def teardown(self) -> None:
+        """Nothing is left."""
+        if not hasattr(self, "process"):
+            return
+        try:
+            self.disk.heal()
+            self.disk.folder = None
+            self.process.end()
+        finally:
+            self.patch.undo()
+            shutil.rmtree(self.base)
+
+
+TestServer = ServerMachine.TestCase
+TestServer.__doc__ = "What was acknowledged is there, as its durability says, and nothing is applied twice."
+TestServer.settings = settings(search(40, 30), suppress_health_check=list(HealthCheck))

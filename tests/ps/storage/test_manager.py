@@ -1,0 +1,887 @@
+"""What the service relies on: creations are durable, jobs leave nothing behind, and nobody waits for the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import PATIENCE, until
+from tests.ps.storage.support import (
+    JOB,
+    LINEAGE,
+    NEVER,
+    Client,
+    Hold,
+    Trouble,
+    begun,
+    beside,
+    declare,
+    declare_rule,
+    dense,
+    facts,
+    found_in,
+    keeper_of,
+    killed,
+    names,
+    restored,
+    rows,
+    small_blocks,
+    values_of,
+)
+
+from pscluster.core.errors import MisuseError, PsClusterError, StaleError, UnavailableError
+from pscluster.ps.request_metrics import ServiceCounts
+from pscluster.ps.server import service
+from pscluster.ps.server.service import ParameterServerRole
+from pscluster.ps.server.store import Store
+from pscluster.ps.storage.generations import StateDirectory
+from pscluster.ps.storage.manager import DurabilityOptions, Keeper
+from pscluster.ps.storage.policy import Durability
+from pscluster.v1 import node_pb2, ps_pb2, state_pb2
+
+KEPT = [Durability.SNAPSHOT, Durability.LOG]
+
+both = pytest.mark.parametrize("kind", KEPT, ids=lambda kind: str(kind.value))
+
+
+@both
+def test_a_creation_waits_for_its_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
+    """It is acknowledged when the variable is on disk, not before."""
+    disk = Hold(monkeypatch, "pwritev", "state-")
+    with begun(tmp_path / "s", kind) as (keeper, held):
+        keeper.save()
+        declare(held, 1, np.arange(3.0))
+        disk.armed = True
+        saved = threading.Event()
+
+        def create() -> None:
+            keeper.save()
+            saved.set()
+
+        with beside(create) as raised:
+            assert disk.entered.wait(PATIENCE)
+            assert not saved.is_set()
+            assert found_in(killed(tmp_path / "s")).held()[0] == []
+            disk.go.set()
+        assert raised == []
+        assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [0, 1, 2]
+
+
+@both
+def test_a_creation_that_can_not_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
+    """Is refused with the disk's reason, every time; then it works again."""
+    disk = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)
+    with begun(tmp_path / "s", kind) as (keeper, held):
+        disk.armed = True
+        declare(held, 1, np.arange(3.0))
+        for _ in range(2):
+            with pytest.raises(PsClusterError, match=f"could not be saved: No space left on device in {tmp_path}"):
+                keeper.save()
+            assert f"durability {kind.value}, failing: No space left" in keeper.words
+        disk.armed = False
+        keeper.save()
+        assert "failing" not in keeper.words
+        assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("words"), MemoryError()], ids=["with words", "without"])
+def test_a_generation_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Nothing is called saved that is not: without memory, say."""
+    real = os.pwritev
+
+    def fails(number: int, *rest: Any) -> int:
+        if "state-" in os.readlink(f"/proc/self/fd/{number}"):
+            raise error
+        return real(number, *rest)
+
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+        declare(held, 1, np.arange(3.0))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", fails)
+            with pytest.raises(PsClusterError, match="could not be saved"):
+                keeper.save()
+        keeper.save()
+
+
+@both
+def test_many_creations_at_once(tmp_path: Path, kind: Durability) -> None:
+    """Each has been on disk when it was acknowledged; they share generations."""
+    with begun(tmp_path / "s", kind) as (keeper, held):
+
+        def create(number: int) -> None:
+            declare(held, number, np.full(3, float(number)))
+            keeper.save()
+            assert keeper._job is not None
+            saved = keeper._job.saved
+            assert saved is not None
+            assert number in {each.id for each in saved.variables}
+
+        with beside(*(lambda number=number: create(number) for number in range(1, 9))) as raised:
+            pass
+        assert raised == []
+        assert facts(found_in(killed(tmp_path / "s"))) == facts(held)
+
+
+@both
+def test_a_job_that_ends_leaves_nothing(tmp_path: Path, kind: Durability) -> None:
+    """But the lock; and the server has nothing when it comes back."""
+    with begun(tmp_path / "s", kind) as (keeper, held):
+        declare(held, 1, np.arange(3.0))
+        for _ in range(3):
+            keeper.save()
+            Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        assert len(names(tmp_path / "s")) > 3
+        keeper.end()
+        until(lambda: names(tmp_path / "s") == {"lock"}, "all is removed", lambda: names(tmp_path / "s"))
+        keeper.save()  # of nothing
+    assert names(tmp_path / "s") == {"lock"}
+    assert restored(tmp_path / "s") is None
+
+
+@both
+def test_a_job_that_ends_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
+    """What is being written counts for nothing, and who waits for it is let go."""
+    disk = Hold(monkeypatch, "pwritev", "state-")
+    with begun(tmp_path / "s", kind) as (keeper, held):
+        declare(held, 1, np.arange(3.0))
+        disk.armed = True
+        with beside(keeper.save) as raised:
+            assert disk.entered.wait(PATIENCE)
+            keeper.end()
+        assert raised == []
+        disk.go.set()
+        until(lambda: names(tmp_path / "s") == {"lock"}, "all is removed", lambda: names(tmp_path / "s"))
+    assert restored(tmp_path / "s") is None
+
+
+@both
+def test_a_new_job_sees_nothing_of_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability
+) -> None:
+    """Even if it begins while the old one is saved, and the server dies at once."""
+    disk = Hold(monkeypatch, "pwritev", "state-")
+    with begun(tmp_path / "s", kind) as (keeper, held):
+        declare(held, 1, np.arange(3.0))
+        declare(held, 2, np.arange(3.0))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        disk.armed = True
+        with beside(keeper.save):
+            assert disk.entered.wait(PATIENCE)
+            new = Store(0, JOB + 1)
+            keeper.begin(new, LINEAGE)
+            declare(new, 1, np.full(2, 7.0), name="another")
+            disk.go.set()
+            keeper.save()
+        again = found_in(killed(tmp_path / "s"))
+        assert facts(again) == facts(new)
+        assert again.job == JOB + 1
+        Client(keeper, new).update(dense(ps_pb2.ADD, np.ones(2)))
+        keeper.save()
+        keeper.save()
+        assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [8, 8]
+
+
+def test_a_disk_that_can_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's files that could not be removed at its end are not there for ever after the next one began."""
+    unlink = os.unlink
+    failing = True
+
+    def fails(path: Any, **rest: Any) -> None:
+        if failing and str(path).endswith((".manifest", ".data")):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path, **rest)
+
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+        declare(held, 1, np.arange(3.0))
+        keeper.save()
+        monkeypatch.setattr(os, "unlink", fails)
+        keeper.end()
+        until(lambda: not keeper._clear, "it was tried")
+        failing = False
+        new = Store(0, JOB + 1)
+        keeper.begin(new, LINEAGE)
+        keeper.save()
+        assert found_in(killed(tmp_path / "s")).job == JOB + 1
+        assert not (tmp_path / "s" / "state-000001.manifest").exists()
+
+
+def test_updates_go_on_while_a_generation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With snapshots nobody waits for the disk, and what is written is the moment at which it began."""
+    small_blocks(monkeypatch)
+    disk = Hold(monkeypatch, "pwritev", "state-")
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+        declare(held, 1, np.zeros((40, 3)))
+        keeper.save()
+        client = Client(keeper, held)
+        client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
+        disk.armed = True
+        with beside(keeper.save) as raised:
+            assert disk.entered.wait(PATIENCE)
+            client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
+            client.update(rows(ps_pb2.ADD, [3, 39], np.ones((2, 3))))
+            assert values_of(held, 1)[3].tolist() == [3] * 3
+            disk.go.set()
+        assert raised == []
+        assert (values_of(found_in(killed(tmp_path / "s")), 1) == 1).all()
+        keeper.save()
+        assert facts(found_in(killed(tmp_path / "s"))) == facts(held)
+
+
+def test_updates_with_a_log_go_on_while_a_generation_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for their record, and not for the generation; a death in the middle of it loses none."""
+    small_blocks(monkeypatch)
+    disk = Hold(monkeypatch, "pwritev", "state-")
+    with begun(tmp_path / "s", Durability.LOG) as (keeper, held):
+        declare(held, 1, np.zeros((40, 3)))
+        keeper.save()
+        client = Client(keeper, held)
+        client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
+        disk.armed = True
+        with beside(keeper.save) as raised:
+            assert disk.entered.wait(PATIENCE)
+            client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
+            client.update(rows(ps_pb2.ADD, [3, 39], np.ones((2, 3))))
+            expected = values_of(held, 1).tolist()
+            assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == expected
+            disk.go.set()
+        assert raised == []
+        assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == expected
+
+
+def test_generations_come_by_themselves(tmp_path: Path) -> None:
+    """Of what has changed; where nothing has, nothing is written."""
+    with begun(tmp_path / "s", Durability.SNAPSHOT, every=0.005) as (keeper, held):
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        client = Client(keeper, held)
+        for number in range(1, 4):
+            client.update(dense(ps_pb2.ADD, np.ones(3)))
+            until(lambda: keeper._plan._saving is None and keeper._plan.due() is None, "it is saved")
+            assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [number] * 3
+        saved, there = keeper._plan.saved, names(tmp_path / "s")
+        keeper.close()
+        assert (keeper._plan.saved, names(tmp_path / "s")) == (saved, there)
+        keeper._directory = None  # it is closed
+
+
+def test_generations_that_never_come_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--snapshot-seconds inf` is accepted: then a stop saves, and a creation."""
+    died = list[Any]()
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    with begun(tmp_path / "s", Durability.SNAPSHOT, every=float("inf")) as (keeper, held):
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        until(lambda: keeper._changed._waiters, "the keeper waits")  # type: ignore[attr-defined]
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        until(lambda: died or keeper._changed._waiters, "the keeper waits")  # type: ignore[attr-defined]
+    assert values_of(found_in(tmp_path / "s"), 1).tolist() == [1] * 3
+    assert died == []
+
+
+@both
+def test_a_stop_saves_what_there_is(tmp_path: Path, kind: Durability) -> None:
+    """Whoever stops the server loses nothing."""
+    with begun(tmp_path / "s", kind) as (keeper, held):
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        expected = facts(held)
+    assert facts(found_in(tmp_path / "s")) == expected
+
+
+@both
+def test_a_stop_that_can_not_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
+    """Ends all the same, and leaves the generation before."""
+    disk = Trouble(monkeypatch, "pwritev", "state-", errno.EIO)
+    with begun(tmp_path / "s", kind) as (keeper, held):
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        disk.armed = True
+    disk.armed = False
+    expected = 1 if kind is Durability.LOG else 0
+    assert values_of(found_in(tmp_path / "s"), 1).tolist() == [expected] * 3
+
+
+@both
+@pytest.mark.parametrize("every", [0.001, NEVER], ids=["often", "when asked"])
+def test_many_generations(tmp_path: Path, kind: Durability, every: float) -> None:
+    """Of many shards, of which few change: a bounded number of files, no bytes without end, and the live store."""
+    random = np.random.default_rng(2)
+    with begun(tmp_path / "s", kind, every) as (keeper, held):
+        for number in range(1, 16):
+            declare(held, number, np.zeros((4, 3)), (1, 2, 3, 4))
+        declare_rule(held, 99, "adam", ema=0.9)
+        keeper.save()
+        client, most = Client(keeper, held), 0
+        for _ in range(60):
+            for _ in range(random.integers(1, 4)):
+                place = int(random.integers(1, 16)), int(random.integers(0, 4))
+                client.update(dense(ps_pb2.APPLY_GRADIENT, random.normal(size=(1, 3)), *place, optimizer=99))
+            keeper.save()
+            if every == NEVER:
+                most = max(most, len(names(tmp_path / "s")))
+                data = [path for path in (tmp_path / "s").iterdir() if path.suffix == ".data"]
+                assert len(data) <= 8 + 2
+        until(lambda: keeper._plan._saving is None, "no generation is being saved")
+        assert most <= 1 + 2 + 10 + 3
+        keys = "keys" if kind is Durability.LOG else ""
+        live, again = facts(held), facts(found_in(killed(tmp_path / "s")))
+        for found in (live, again):
+            for key in [each for each in found if isinstance(each, tuple) and each[-1] == keys]:
+                del found[key]
+        assert again == live
+
+
+@both
+def test_deleted_variables_are_gone(tmp_path: Path, kind: Durability) -> None:
+    """With their updates in the log, their keys, and, two generations on, their bytes."""
+    with begun(tmp_path / "s", kind) as (keeper, held):
+        declare(held, 1, np.full(1000, 123456789.0))
+        declare(held, 2, np.zeros(3))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(1000)), dense(ps_pb2.ADD, np.ones(3), 2))
+        held.delete("v1")
+        keeper.save()
+        again = found_in(killed(tmp_path / "s"))
+        assert facts(again) == facts(held)
+        assert [each.spec.name for each in again.held()[0]] == ["v2"]
+        for _ in range(2):
+            Client(keeper, held, 10 + _).update(dense(ps_pb2.ADD, np.ones(3), 2))
+            keeper.save()
+        data = b"".join(path.read_bytes() for path in (tmp_path / "s").iterdir() if path.suffix == ".data")
+        assert np.full(10, 123456789.0).tobytes() not in data
+
+
+def test_durability_none_touches_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And starts no thread."""
+    monkeypatch.chdir(tmp_path)
+    threads = threading.active_count()
+    keeper = Keeper(DurabilityOptions(directory=tmp_path / "s"))
+    assert keeper.restore() is None
+    held = Store(0, JOB)
+    keeper.begin(held, LINEAGE)
+    for call in ("open", "pwritev", "posix_fallocate", "fsync"):
+        monkeypatch.setattr(os, call, None)
+    declare(held, 1, np.zeros(3))
+    keeper.save()
+    keeper.check_rule("any")
+    assert Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3))).applied == 1
+    keeper.end()
+    keeper.close()
+    assert keeper.words == "durability none"
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rule_by_value_and_a_log(tmp_path: Path) -> None:
+    """Are refused, with what can be done; with snapshots they go together."""
+    with keeper_of(tmp_path / "log") as keeper, pytest.raises(MisuseError, match=r"'mine'.*durability snapshot"):
+        keeper.check_rule("mine")
+    with keeper_of(tmp_path / "snapshot", Durability.SNAPSHOT) as keeper:
+        keeper.check_rule("mine")
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        (Durability.LOG, Durability.SNAPSHOT, Durability.LOG),
+        (Durability.SNAPSHOT, Durability.LOG, Durability.SNAPSHOT, Durability.SNAPSHOT),
+        (Durability.LOG, Durability.LOG, Durability.LOG),
+    ],
+    ids=lambda lives: " ".join(kind.value for kind in lives),
+)
+def test_another_choice_at_the_next_start(tmp_path: Path, lives: tuple[Durability, ...]) -> None:
+    """What was acknowledged under the one before is there."""
+    folder = tmp_path / "s"
+    with begun(folder, lives[0]) as (keeper, held):
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        Client(keeper, held, 100).update(dense(ps_pb2.ADD, np.ones(3)))
+        if lives[0] is Durability.SNAPSHOT:
+            keeper.save()
+        folder = killed(folder)
+    expected = 1
+    for kind in lives[1:]:
+        with keeper_of(folder, kind) as keeper:
+            found = keeper.restore()
+            assert found is not None
+            assert values_of(found.store, 1).tolist() == [expected] * 3
+            assert found.lineage == LINEAGE
+            Client(keeper, found.store, 100 + expected).update(dense(ps_pb2.ADD, np.ones(3)))
+            if kind is Durability.SNAPSHOT:
+                keeper.save()
+            expected += 1
+            folder = killed(folder)
+    assert values_of(found_in(folder), 1).tolist() == [expected] * 3
+
+
+def test_what_a_coordinator_marked_goes_with_it() -> None:
+    """The next one goes on with the values; nothing of a checkpoint that was begun is kept for it."""
+    role = ParameterServerRole(0, Keeper(DurabilityOptions()))
+    role.job_began(node_pb2.AttachRequest(job=JOB, lineage=5, epoch=1))
+    role.attached(node_pb2.AttachRequest(job=JOB))
+    declare(role.store, 1, np.zeros(3))
+    role.parts.mark(role.store, 1)
+    client = Client(role.keeper, role.store)
+    client.update(dense(ps_pb2.ADD, np.ones(3)))
+    assert role.keeper.spill.in_memory == 24
+    role.job_began(node_pb2.AttachRequest(job=JOB + 1, lineage=5, epoch=2))
+    assert role.keeper.spill.in_memory == 0
+    assert values_of(role.store, 1).tolist() == [1, 1, 1]
+    with pytest.raises(StaleError, match="not marked"):
+        role.parts.write(role.store, 1, "nowhere")
+    shard = role.store.held()[0][0].shards[0]
+    with shard.lock:
+        assert shard.replace(np.zeros(3)), "nothing is written"
+
+
+def test_a_restored_server_waits_for_its_coordinator(tmp_path: Path) -> None:
+    """Nobody is served before it is told who was given up meanwhile; then those are refused."""
+    with begun(tmp_path / "s") as (keeper, held):
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        copy = killed(tmp_path / "s")
+    with keeper_of(copy) as keeper:
+        role = ParameterServerRole(0, keeper)
+        assert role.kept_job == JOB
+        with pytest.raises(UnavailableError, match="waits for its coordinator"):
+            role.serving()
+        request = node_pb2.AttachRequest(job=JOB, closed=[9], finished_starts=[3], finished_stops=[5])
+        assert role.attached(request) == LINEAGE.holding
+        client = Client(keeper, role.serving())
+        with pytest.raises(StaleError, match="given up"):
+            client.update(dense(ps_pb2.ADD, np.ones(3)))
+        with pytest.raises(StaleError, match="has ended"):
+            Client(keeper, role.store, 10).update(dense(ps_pb2.ADD, np.ones(3)), function=4)
+        role.job_began(node_pb2.AttachRequest(job=JOB + 1))
+        assert role.attached(node_pb2.AttachRequest(job=JOB + 1)) not in (0, LINEAGE.holding)
+        assert role.serving().held()[0] == []
+        keeper.save()
+        role.job_ended()
+        until(lambda: names(copy) == {"lock"}, "all is removed")
+
+
+def test_a_restored_server_without_room_for_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts, has everything, and refuses updates until there is room."""
+    with begun(tmp_path / "s") as (keeper, held):
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        copy = killed(tmp_path / "s")
+    disk = Trouble(monkeypatch, "posix_fallocate", "log-", errno.ENOSPC)
+    disk.armed = True
+    with keeper_of(copy, every=0.01) as keeper:
+        found = keeper.restore()
+        assert found is not None
+        client = Client(keeper, found.store, 10)
+        made = client.made(dense(ps_pb2.ADD, np.ones(3)))
+        with pytest.raises(UnavailableError):
+            client.send(made)
+        assert values_of(found.store, 1).tolist() == [1] * 3
+        disk.armed = False
+        until(lambda: "failing" not in keeper.words, "there is room, and it is seen")
+        assert client.send(made).applied == 1
+        assert values_of(found.store, 1).tolist() == [2] * 3
+
+
+# What clients know beyond what was restored
+
+
+def knowing(client: Client, life: int, seen: int, variable: int = 1) -> ps_pb2.UpdateReply:
+    """Send an addition of ones, as a client does whom a server of this life has told of so many updates."""
+    part = dense(ps_pb2.ADD, np.ones(3), variable)
+    part[0].life, part[0].seen = life, seen
+    return client.update(part)
+
+
+def losses_in(folder: Path, expected: dict[tuple[int, int], int]) -> None:
+    """Wait until this, and nothing else, is what is written down there."""
+
+    def found() -> dict[tuple[int, int], int] | None:
+        with tempfile.TemporaryDirectory() as other:
+            if (folder / "losses").exists():
+                shutil.copy(folder / "losses", other)
+            directory = StateDirectory(Path(other))
+            losses = directory.losses()
+            directory.close()
+        if losses is None or losses.holding != LINEAGE.holding:
+            return None
+        return {(each.variable, each.shard): each.updates for each in losses.lost}
+
+    until(lambda: found() == expected, f"{expected} is written down", found)
+
+
+@pytest.mark.parametrize("spoil", ["cut", "flipped", "empty", "missing", "of another job"])
+def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) -> None:
+    """By what clients were told; over two restarts it adds up. What is damaged is ignored, and nothing else with it."""
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+        declare(held, 1, np.zeros(6), (3, 6))
+        declare(held, 2, np.zeros(3))
+        client = Client(keeper, held)
+        keeper.save()
+        told = [client.update(dense(ps_pb2.ADD, np.ones(3))) for _ in range(2)]
+        keeper.save()  # two updates are kept
+        told += [client.update(dense(ps_pb2.ADD, np.ones(3))) for _ in range(3)]
+        assert [reply.updates[0] for reply in told] == [1, 2, 3, 4, 5]
+        first_life = told[-1].life
+        assert {reply.life for reply in told} == {held.losses.life} == {first_life}
+        knowing(client, first_life, 5)
+        assert held.lost == {}, "this process knows all of its own life"
+        copy = killed(tmp_path / "s")
+    with keeper_of(copy, Durability.SNAPSHOT) as keeper:
+        found = keeper.restore()
+        assert found is not None
+        held = found.store
+        client.keeper, client.held = keeper, held
+        assert held.lost == {}, "nobody has said anything"
+        assert knowing(client, first_life, 2).updates == [3]
+        assert knowing(client, 0, 99).updates == [4]  # of a client that was told nothing
+        assert held.lost == {}
+        assert "losses" not in names(copy)
+        knowing(client, first_life, 4)
+        assert held.lost == {"v1": 2}
+        losses_in(copy, {(1, 0): 2})
+        told = [knowing(client, first_life, seen) for seen in (5, 3, 5)]
+        assert held.lost == {"v1": 3}, "the most that anybody knows of"
+        losses_in(copy, {(1, 0): 3})
+        second_life = told[-1].life
+        assert second_life != first_life
+        assert told[-1].updates == [8]
+        keeper.save()  # eight are kept
+        reply = knowing(client, second_life, 8)
+        assert (reply.life, list(reply.updates)) == (second_life, [9])
+        knowing(client, second_life, 9, 2)  # of which this process knows all
+        assert held.lost == {"v1": 3}
+        again = killed(copy)
+        bad = killed(copy)
+    with keeper_of(again, Durability.SNAPSHOT) as keeper:
+        found = keeper.restore()
+        assert found is not None
+        held = found.store
+        client.keeper, client.held = keeper, held
+        assert held.lost == {"v1": 3}
+        knowing(client, first_life, 5)
+        assert held.lost == {"v1": 3}, "what was counted at the restart before"
+        knowing(client, second_life, 10)
+        knowing(client, second_life, 1, 2)
+        assert held.lost == {"v1": 5, "v2": 1}
+        losses_in(again, {(1, 0): 5, (2, 0): 1})
+        role = node_pb2.StatusReply()
+        ParameterServerRole.describe(_role_of(held, keeper), role)
+        assert dict(role.lost_updates) == {"v1": 5, "v2": 1}
+        held.delete("v1")
+        assert held.lost == {"v2": 1}
+    whole = (bad / "losses").read_bytes()
+    if spoil == "of another job":
+        directory = StateDirectory(bad)
+        other = directory.losses()
+        assert other is not None
+        other.holding += 1
+        directory.write_losses(other)
+        directory.close()
+    elif spoil == "missing":
+        (bad / "losses").unlink()
+    else:
+        flipped = whole[:-1] + bytes([whole[-1] ^ 1])
+        (bad / "losses").write_bytes({"cut": whole[:-1], "flipped": flipped, "empty": b""}[spoil])
+    with keeper_of(bad, Durability.SNAPSHOT) as keeper:
+        found = keeper.restore()
+        assert found is not None
+        held = found.store
+        client.keeper, client.held = keeper, held
+        assert values_of(held, 1).tolist() == [8] * 3
+        assert held.lost == {}
+        knowing(client, second_life, 9)
+        assert held.lost == {"v1": 1}
+        losses_in(bad, {(1, 0): 1})
+    keeper = Keeper(DurabilityOptions(Durability.SNAPSHOT, bad))
+    try:
+        assert keeper.restore() is not None
+        keeper.end()
+        until(lambda: names(bad) == {"lock"}, "all is removed", lambda: names(bad))
+    finally:
+        keeper.close()
+
+
+def _role_of(held: Store, keeper: Keeper) -> ParameterServerRole:
+    role = ParameterServerRole.__new__(ParameterServerRole)
+    role.store, role.keeper, role.waiting, role.counts = held, keeper, False, ServiceCounts()
+    return role
+
+
+def test_a_disk_that_can_not_take_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported all the same, and written down with the next."""
+    disk = Trouble(monkeypatch, "pwritev", "losses", errno.ENOSPC)
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        life = held.losses.life
+        copy = killed(tmp_path / "s")
+    with keeper_of(copy, Durability.SNAPSHOT) as keeper:
+        found = keeper.restore()
+        assert found is not None
+        client, disk.armed = Client(keeper, found.store), True
+        knowing(client, life, 4)
+        until(lambda: disk.raised, "it was tried")
+        assert found.store.lost == {"v1": 4}
+        disk.armed = False
+        knowing(client, life, 6)
+        assert found.store.lost == {"v1": 6}
+        losses_in(copy, {(1, 0): 6})
+        assert "losses.new" not in names(copy)
+
+
+def test_a_loss_of_a_variable_that_is_deleted_meanwhile(tmp_path: Path) -> None:
+    """The update was checked before: it goes as it goes where nothing was lost."""
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        life = held.losses.life
+        copy = killed(tmp_path / "s")
+    with keeper_of(copy, Durability.SNAPSHOT) as keeper:
+        found = keeper.restore()
+        assert found is not None
+        client, part = Client(keeper, found.store), dense(ps_pb2.ADD, np.ones(3))
+        part[0].life, part[0].seen = life, 4
+        request, payload, total = client.made(part)
+        placed = found.store.check_update(request, total)
+        found.store.delete("v1")
+        assert keeper.update(found.store, request, placed, payload, total).applied == 1
+        assert found.store.lost == {}
+
+
+# Another coordinator of the same job
+
+
+def coordinator(epoch: int, holding: int = 0) -> node_pb2.AttachRequest:
+    """The coordinator with this number; each has a job number of its own."""
+    return node_pb2.AttachRequest(job=JOB + epoch, lineage=78, epoch=epoch, job_name="a job", holding=holding)
+
+
+def attach(role: ParameterServerRole, request: node_pb2.AttachRequest) -> int:
+    """As the node does: what the role holds."""
+    role.admit(request)
+    if request.job != role.store.job:
+        role.job_began(request)
+    return role.attached(request)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has come back does not keep itself for the coordinator that it had."""
+    monkeypatch.setattr(service, "OWN_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
+@both
+def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> None:
+    """The values stay, and are of another job number: nothing of the coordinator before is applied any more."""
+    with keeper_of(tmp_path / "s", kind) as keeper:
+        role = ParameterServerRole(0, keeper)
+        holding = attach(role, coordinator(1))
+        held = role.serving()
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        client = Client(keeper, held)
+        client.update(dense(ps_pb2.ADD, np.ones(3)))
+        client.update(dense(ps_pb2.ADD, np.ones(3)), function=4)
+        late, checked = (client.made(dense(ps_pb2.ADD, np.full(3, 100.0))) for _ in range(2))
+        placed = held.check_update(checked[0], checked[2])
+        other = Client(keeper, held, 10)
+        mine = other.made(dense(ps_pb2.ADD, np.full(3, 100.0)), function=5)
+        placed_mine = held.check_update(mine[0], mine[2])
+
+        assert attach(role, coordinator(2, holding)) == holding
+        assert role.store is held
+        assert held.job == JOB + 2
+        keeper.save()
+        with pytest.raises(StaleError, match="works for another job"):
+            client.send(late)
+        for (request, payload, total), ready in ((checked, placed), (mine, placed_mine)):
+            with pytest.raises(StaleError, match="works for another job"):
+                keeper.update(held, request, ready, payload, total)
+        assert values_of(held, 1).tolist() == [2] * 3
+        if keeper._log is not None:
+            assert keeper._log._plan.settled
+        for old in (coordinator(1), coordinator(1, holding)):
+            with pytest.raises(StaleError, match="coordinator number 2 of this job has taken it over from number 1"):
+                role.admit(old)
+        # Functions are numbered anew: the fourth of this coordinator is not the fourth of the one before.
+        fresh = Client(keeper, held, 11).update(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
+        assert (fresh.applied, fresh.repeated_) == (1, 0)
+        keeper.save()
+        expected = facts(held)
+        copy = killed(tmp_path / "s")
+    with keeper_of(copy, kind) as keeper:
+        role = ParameterServerRole(0, keeper)
+        assert facts(role.store) == expected
+        assert role.kept_job == JOB + 2
+        reply = node_pb2.HelloReply()
+        role.introduce(reply)
+        assert (reply.holding, reply.lineage, reply.epoch, reply.job_name) == (holding, 78, 2, "a job")
+        for old in (coordinator(1), coordinator(1, holding)):
+            with pytest.raises(StaleError, match="has taken it over from number 1"):
+                role.admit(old)
+        role.admit(coordinator(3, holding))
+        with pytest.raises(StaleError, match="start a new coordinator"):
+            role.admit(coordinator(2, holding + 1))
+        assert attach(role, coordinator(2, holding)) == holding
+        assert values_of(role.serving(), 1).tolist() == [12] * 3
+        client = Client(keeper, role.serving(), 11)
+        again = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
+        assert client.send(again).repeated_ == 1
+        with pytest.raises(StaleError, match="works for another job"):
+            client.send(late)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_death_behind_a_take_over(tmp_path: Path) -> None:
+    """Before the next generation that comes by itself: what the new coordinator's functions did is done once."""
+    with keeper_of(tmp_path / "s") as keeper:
+        role = ParameterServerRole(0, keeper)
+        holding = attach(role, coordinator(1))
+        held = role.serving()
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        attach(role, coordinator(2, holding))
+        client = Client(keeper, held)
+        made = client.made(dense(ps_pb2.ADD, np.ones(3)), function=4)
+
+        def acknowledged() -> bool:
+            try:
+                return client.send(made).updates == [1]
+            except UnavailableError:  # until the take-over is written down, perhaps
+                return False
+
+        until(acknowledged, "the update is acknowledged", lambda: keeper.words)
+        copy = killed(tmp_path / "s")
+    with keeper_of(copy) as keeper:
+        role = ParameterServerRole(0, keeper)
+        assert values_of(role.store, 1).tolist() == [1] * 3
+        assert attach(role, coordinator(2, holding)) == holding
+        client = Client(keeper, role.serving())
+        assert client.send(made).repeated_ == 1, "a repetition was applied again"
+        assert values_of(role.store, 1).tolist() == [1] * 3
+
+
+@pytest.mark.usefixtures("at_once")
+@both
+def test_the_coordinator_before_and_a_death_behind_a_take_over(tmp_path: Path, kind: Durability) -> None:
+    """Once anything was acknowledged to the new one, the old one is refused, by the next process, too."""
+    with keeper_of(tmp_path / "s", kind) as keeper:
+        role = ParameterServerRole(0, keeper)
+        holding = attach(role, coordinator(1))
+        declare(role.serving(), 1, np.zeros(3))
+        keeper.save()
+        attach(role, coordinator(2, holding))
+        until(lambda: keeper._plan._saving is None and keeper._plan.due() != -np.inf, "what was asked for is saved")
+        copy = killed(tmp_path / "s")
+    with keeper_of(copy, kind) as keeper:
+        role = ParameterServerRole(0, keeper)
+        with pytest.raises(StaleError, match="has taken it over from number 1"):
+            role.admit(coordinator(1, holding))
+
+
+@pytest.mark.usefixtures("at_once")
+@both
+def test_functions_of_the_coordinator_before_and_a_death(tmp_path: Path, kind: Durability) -> None:
+    """Their keys are not found again with a shard that was not written again: the next one's numbers begin anew."""
+    with keeper_of(tmp_path / "s", kind) as keeper:
+        role = ParameterServerRole(0, keeper)
+        holding = attach(role, coordinator(1))
+        held = role.serving()
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)), function=4)  # it has not ended
+        keeper.save()
+        attach(role, coordinator(2, holding))
+        keeper.save()
+        copy = killed(tmp_path / "s")
+    with keeper_of(copy, kind) as keeper:
+        role = ParameterServerRole(0, keeper)
+        assert attach(role, coordinator(2, holding)) == holding
+        reply = Client(keeper, role.serving(), 10).update(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
+        assert reply.applied == 1, "another's fourth function"
+        assert values_of(role.store, 1).tolist() == [11] * 3
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_take_over_while_a_generation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No generation is of the coordinator before and has updates of the next one: they would be applied again."""
+    disk, commit, copies = Hold(monkeypatch, "pwritev", "state-"), StateDirectory.commit, list[Path]()
+
+    def committed(directory: StateDirectory, manifest: state_pb2.Manifest) -> None:
+        commit(directory, manifest)
+        if disk.entered.is_set():
+            copies.append(killed(directory.path))
+
+    monkeypatch.setattr(StateDirectory, "commit", committed)
+    with keeper_of(tmp_path / "s", Durability.SNAPSHOT) as keeper:
+        role = ParameterServerRole(0, keeper)
+        holding = attach(role, coordinator(1))
+        held = role.serving()
+        for number in (1, 2):
+            declare(held, number, np.zeros(3))
+        keeper.save()
+        client = Client(keeper, held)
+        for number in (1, 2):
+            client.update(dense(ps_pb2.ADD, np.ones(3), number))
+        disk.armed = True
+        with beside(keeper.save):
+            assert disk.entered.wait(PATIENCE)  # the first is being written, the second comes behind it
+            attach(role, coordinator(2, holding))
+            client = Client(keeper, held, 10)
+            made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0), 2), function=4)
+            assert client.send(made).applied == 1
+            disk.armed = False
+            disk.go.set()
+    assert copies
+    for copy in copies:
+        with keeper_of(copy, Durability.SNAPSHOT) as keeper:
+            role = ParameterServerRole(0, keeper)
+            attach(role, coordinator(2, holding))
+            Client(keeper, role.serving(), 10).send(made)
+            assert values_of(role.store, 2).tolist() == [11] * 3
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_damaged_generation_behind_a_take_over(tmp_path: Path) -> None:
+    """The one before it is of the coordinator before; what the new one's functions did is still done once."""
+    with keeper_of(tmp_path / "s") as keeper:
+        role = ParameterServerRole(0, keeper)
+        holding = attach(role, coordinator(1))
+        held = role.serving()
+        declare(held, 1, np.zeros(3))
+        keeper.save()
+        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)), function=5)
+        attach(role, coordinator(2, holding))
+        keeper.save()
+        client = Client(keeper, held, 10)
+        made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
+        assert client.send(made).applied == 1
+        copy = killed(tmp_path / "s")
+    newest = max(copy.glob("state-*.manifest"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with keeper_of(copy) as keeper:
+        role = ParameterServerRole(0, keeper)
+        assert values_of(role.store, 1).tolist() == [11] * 3
+        for old in (coordinator(1), coordinator(1, holding)):
+            with pytest.raises(StaleError, match="has taken it over from number 1"):
+                role.admit(old)
+        assert attach(role, coordinator(2, holding)) == holding
+        client = Client(keeper, role.serving(), 10)
+        assert client.send(made).repeated_ == 1, "a repetition was applied again"
+        assert client.update(dense(ps_pb2.ADD, np.full(3, 100.0)), function=5).applied == 1, "another's fifth function"
+        assert values_of(role.store, 1).tolist() == [111] * 3

@@ -1,0 +1,175 @@
+"""Reads that are prepared: they are what they would be without, whoever changes, deletes or begins anew meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+from tests.conftest import OpenCall, until
+
+from pscluster.coordinator import ParameterServerStrategy, Variable
+from pscluster.core.errors import StaleError
+from pscluster.core.transport.frames import pack, unpack
+from pscluster.ps.read_plans import MAX_PLANS
+from pscluster.ps.server.payload import Payload
+from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.store import Store
+from pscluster.v1 import ps_pb2
+
+CONTEXT = cast(grpc.ServicerContext, OpenCall())
+
+
+def spec_of(name: str, number: int = 1, shape: tuple[int, ...] = (1,)) -> ps_pb2.VariableSpec:
+    """An int64 variable in one shard."""
+    splits = [ps_pb2.AxisSplit(ends=[length]) for length in shape]
+    return ps_pb2.VariableSpec(id=number, name=name, shape=shape, dtype="int64", owners=[0], splits=splits)
+
+
+def create(store: Store, spec: ps_pb2.VariableSpec, value: int = 0) -> None:
+    """Make it on a server, as its service does."""
+    request = ps_pb2.CreateRequest(job=store.job, variable=spec)
+    size = store.expected_bytes(request)
+    assert size is not None
+    store.create(request, Payload([memoryview(value.to_bytes(8, "little") + bytes(8))[:size]]))
+
+
+def read_request(job: int = 1, rows: ps_pb2.Rows | None = None, number: int = 0) -> ps_pb2.Request:
+    """All of variable 1."""
+    item = ps_pb2.ReadItem(variable=1, shard=0, rows=rows or ps_pb2.Rows(all=True))
+    return ps_pb2.Request(id=number, read=ps_pb2.ReadRequest(job=job, items=[item]), last=True)
+
+
+@pytest.fixture
+def service() -> ParameterServerService:
+    """A server of job 1 with a variable of the value 11."""
+    role = ParameterServerRole(0)
+    role.store = Store(0, 1)
+    create(role.store, spec_of("w"), 11)
+    return ParameterServerService(role)
+
+
+def test_many_small_variables_of_every_kind(strategy: ParameterServerStrategy) -> None:
+    """Whole and cut, scalars and empty ones, twice in a list; each result is an array of its own."""
+    shapes: list[tuple[int, ...]] = [(), (3,), (0, 2), (5, 2), (2, 3, 2)]
+    with strategy.scope():
+        made = [
+            Variable(np.arange(np.prod(shape), dtype=dtype).reshape(shape), partitioner=lambda s, _: [3] * len(s))
+            for shape in shapes
+            for dtype in (np.float32, np.int8, np.complex64)
+        ]
+    listed = [*made, made[3]]
+    for _ in range(4):
+        values = strategy.read(listed)
+        for variable, value in zip(listed, values, strict=True):
+            expected = np.arange(variable.size, dtype=variable.dtype).reshape(variable.shape)
+            np.testing.assert_array_equal(value, expected)
+            assert value.flags.writeable
+            value += 1
+
+
+def test_updates_and_deletions_are_seen(service: ParameterServerService) -> None:
+    """A prepared read gives what there is now."""
+    store, data = service._role.store, pack(read_request())
+    for _ in range(3):
+        (reply,) = service.session(iter([data]), CONTEXT)
+        assert bytes(unpack(reply, ps_pb2.Reply)[1])[:1] == b"\x0b"
+    assert store.prepared(data) is not None
+    store.delete("w")
+    (reply,) = service.session(iter([data]), CONTEXT)
+    assert "no variable" in unpack(reply, ps_pb2.Reply)[0].refusal.message
+
+
+def test_a_server_that_stops_refuses_prepared_reads_too(service: ParameterServerService) -> None:
+    """As it refuses all others."""
+    data = pack(read_request())
+    list(service.session(iter([data, data]), CONTEXT))
+    assert service.drain.close(0)
+    (reply,) = service.session(iter([data]), CONTEXT)
+    assert "ps 0 is stopping" in unpack(reply, ps_pb2.Reply)[0].refusal.message
+
+
+def test_another_job_s_requests_are_refused(service: ParameterServerService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the job changed while one of them was answered."""
+    answer, data = service._answer, pack(read_request())
+
+    def and_then_the_next_job_begins(*arguments: Any) -> Any:
+        result = answer(*arguments)
+        service._role.store = Store(0, 2)
+        create(service._role.store, spec_of("w"), 22)
+        return result
+
+    monkeypatch.setattr(service, "_answer", and_then_the_next_job_begins)
+    _, second = service.session(iter([data, data]), CONTEXT)
+    assert "another job" in unpack(second, ps_pb2.Reply)[0].refusal.message
+
+
+@pytest.mark.parametrize("rows", [ps_pb2.Rows(all=True), ps_pb2.Rows(ids=3)])
+def test_a_pull_of_nothing_has_a_frame(rows: ps_pb2.Rows) -> None:
+    """The last one."""
+    role = ParameterServerRole(0)
+    role.store = Store(0, 1)
+    create(role.store, spec_of("w", shape=(5, 0)))
+    ids = np.arange(3).tobytes() + bytes(8) if rows.ids else b""
+    frames = list(ParameterServerService(role).pull(pack(read_request(rows=rows), [ids] if ids else []), CONTEXT))
+    assert [unpack(frame, ps_pb2.Reply)[0].last for frame in frames] == [True]
+
+
+def test_threads_that_read_other_lists(strategy: ParameterServerStrategy) -> None:
+    """More of them than are kept, at once."""
+    with strategy.scope():
+        variables = [Variable(float(number)) for number in range(10)]
+    failures = list[BaseException]()
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(MAX_PLANS):
+                chosen = rng.permutation(10)[: rng.integers(1, 10)].tolist()
+                assert [float(v) for v in strategy.read([variables[i] for i in chosen])] == [*map(float, chosen)]
+        except BaseException as error:  # for the main thread to see
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+
+
+def test_a_variable_deleted_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not there afterwards, and another one of its name is."""
+    store, made, go_on = Store(0, 1), Store._made, threading.Event()
+
+    def slowly(self: Store, request: ps_pb2.CreateRequest, payload: Payload) -> Any:
+        if request.variable.id == 5:
+            go_on.wait()
+        return made(self, request, payload)
+
+    monkeypatch.setattr(Store, "_made", slowly)
+    raised = list[Exception]()
+
+    def first() -> None:
+        try:
+            create(store, spec_of("w", 5))
+        except StaleError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    until(lambda: 5 in store._unborn, "the first one is being made")
+    store.delete("w")
+    create(store, spec_of("w", 6))
+    go_on.set()
+    thread.join()
+    assert list(store._variables) == [6]
+    assert "deleted while it was made" in str(raised[0])
