@@ -22,7 +22,7 @@ from pscluster.core.transport.methods import generic_handler
 from pscluster.core.values import decode
 from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2, value_pb2, worker_pb2
-from pscluster.worker.parts import Part
+from pscluster.worker.data.prefetch import Part
 from pscluster.worker.service import _check
 
 JOB = 77

@@ -60,11 +60,11 @@ from pscluster.ps.storage.generations import DamagedError, StateDirectory
 from pscluster.ps.storage.replay import restored
 from pscluster.ps.storage.roots import Roots
 from pscluster.v1 import data_plane_pb2, definition_pb2, node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
+from pscluster.worker.data.pipelines import Pipeline
+from pscluster.worker.data.prefetch import Part, Reader
+from pscluster.worker.data.sources import MappedArray
 from pscluster.worker.failures import failure_of, rebuild_failure
-from pscluster.worker.parts import Part, Reader
-from pscluster.worker.pipelines import Pipeline
 from pscluster.worker.service import WorkerRole, WorkerService
-from pscluster.worker.sources import MappedArray
 
 JOB = 77
 REFUSALS: tuple[type[BaseException], ...] = (PsClusterError, DecodeError)

@@ -25,13 +25,13 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.request_metrics import ClientCounts
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker import runner as runner_module
-from pscluster.worker.counts import WorkerCounts
+from pscluster.worker.data.pipelines import Pipeline
+from pscluster.worker.data.sources import source_of
 from pscluster.worker.failures import failure_of
+from pscluster.worker.function_metrics import WorkerCounts
 from pscluster.worker.job import Job
-from pscluster.worker.pipelines import Pipeline
 from pscluster.worker.runner import Outcome, Runner
 from pscluster.worker.service import WorkerRole, WorkerService
-from pscluster.worker.sources import source_of
 from pscluster.worker.telemetry import WorkerTelemetry
 
 PATIENCE = 60.0
@@ -471,7 +471,7 @@ def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPat
 def test_a_stream_that_ends_does_not_end_the_next_ones_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second without a function is counted once, also where an old stream ends behind the beginning of another."""
     clock = iter(range(10, 100, 10))
-    monkeypatch.setattr("pscluster.worker.counts.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr("pscluster.worker.function_metrics.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     counts = WorkerCounts(Recording())
     old = counts.idle()  # at 10
     new = counts.idle()  # at 20

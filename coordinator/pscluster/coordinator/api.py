@@ -30,7 +30,7 @@ from pscluster.ps.handles import metrics as metrics
 from pscluster.ps.handles import optimizers as optimizers
 from pscluster.ps.handles.lookup import embedding_bag, embedding_lookup, embedding_lookup_sparse
 from pscluster.ps.handles.variable import IndexedSlices, ShardedVariable, Variable
-from pscluster.worker.datasets import InputContext
+from pscluster.worker.data.per_worker import InputContext
 from pscluster.worker.strategy import ReduceOp
 
 __version__ = VERSION

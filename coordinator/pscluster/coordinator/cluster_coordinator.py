@@ -43,9 +43,9 @@ from pscluster.core.values import HandleResolver, encode_call, map_structure
 from pscluster.core.values.handles import Handle, StaysHere
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
-from pscluster.worker.datasets import given
+from pscluster.worker.data.per_worker import given
+from pscluster.worker.data.pipelines import Pipeline, numbered
 from pscluster.worker.evaluation import States, by_name, results_of, states_of
-from pscluster.worker.pipelines import Pipeline, numbered
 
 if TYPE_CHECKING:
     from pscluster.coordinator.training.callbacks import Callback

@@ -19,8 +19,8 @@ from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.values.handles import Handle, StaysHere
 from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import worker_pb2
-from pscluster.worker.pipelines import Pipeline
-from pscluster.worker.sources import Files, source_of
+from pscluster.worker.data.pipelines import Pipeline
+from pscluster.worker.data.sources import Files, source_of
 
 logger = logging.getLogger(__name__)
 

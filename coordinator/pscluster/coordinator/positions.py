@@ -30,7 +30,7 @@ from pscluster.ps.spec import OURS
 
 if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy
-    from pscluster.worker.pipelines import Pipeline
+    from pscluster.worker.data.pipelines import Pipeline
 
 logger = logging.getLogger(__name__)
 

@@ -444,9 +444,9 @@ def part_of(module: str, name: str) -> tuple[bytes, bytes]:
         ("users_steps", "Color.__class__"),
         ("pscluster.worker.training", "np.load"),
         ("pscluster.worker.main", "click.launch"),
-        ("pscluster.worker.sources", "map_leaves"),
-        ("pscluster.worker.sources", "MappedArray.open"),
-        ("pscluster.worker.datasets", "WorkerIterator"),
+        ("pscluster.worker.data.sources", "map_leaves"),
+        ("pscluster.worker.data.sources", "MappedArray.open"),
+        ("pscluster.worker.data.per_worker", "WorkerIterator"),
         ("pscluster.ps.handles.variable", "_put"),
         ("pscluster.ps.initializers", "from_spec"),
         ("pscluster.ps.handles.metrics", "Metric.__init_subclass__"),
@@ -468,11 +468,13 @@ def test_what_peers_may_name(module: Any, closed: Path) -> None:
     for form in (named, part_of):
         assert received(*form("pscluster.ps.initializers", "Zeros")) is initializers.Zeros
         with pytest.raises(MisuseError, match=r"datasets.*given is not for peers to name|datasets is not for peers"):
-            received(*form("pscluster.worker.datasets", "given"))  # workers alone take what datasets are sent with
+            received(
+                *form("pscluster.worker.data.per_worker", "given")
+            )  # workers alone take what datasets are sent with
         with pytest.raises(MisuseError, match=r"pscluster\.worker\.sources is not for peers to name"):
-            received(*form("pscluster.worker.sources", "MappedArray"))
+            received(*form("pscluster.worker.data.sources", "MappedArray"))
     policy.settle(Trust(False, "", (closed,), ("numpy",), is_worker=True))
-    assert received(*named("pscluster.worker.datasets", "given"))([1]) == [1]
+    assert received(*named("pscluster.worker.data.per_worker", "given"))([1]) == [1]
     assert received(*named("numpy", "sum")) is np.sum
     with pytest.raises(MisuseError, match=r"what is in os is not for peers to name.* --functions-from os"):
         received(*named("os", "system"))
@@ -525,9 +527,9 @@ def test_no_dtype_of_objects(module: Any) -> None:
 def test_records_of_ours_are_those_of_the_list() -> None:
     """A record is made without its class' own code: of pscluster's, only those that may be named."""
     resolve_record = record_resolver()
-    assert resolve_record("", "pscluster.worker.datasets", "InputContext") is api.InputContext
+    assert resolve_record("", "pscluster.worker.data.per_worker", "InputContext") is api.InputContext
     for module_name, name in (
-        ("pscluster.worker.sources", "MappedArray"),
+        ("pscluster.worker.data.sources", "MappedArray"),
         ("pscluster.core.functions.policy", "Trust"),
     ):
         with pytest.raises(MisuseError, match=r"is not for peers to name"):

@@ -30,10 +30,10 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.spec import PINNED
 from pscluster.v1 import definition_pb2, worker_pb2
-from pscluster.worker.counts import WorkerCounts
-from pscluster.worker.datasets import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed
-from pscluster.worker.parts import Part, Reader
-from pscluster.worker.pipelines import Pipeline
+from pscluster.worker.data.per_worker import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed
+from pscluster.worker.data.pipelines import Pipeline
+from pscluster.worker.data.prefetch import Part, Reader
+from pscluster.worker.function_metrics import WorkerCounts
 from pscluster.worker.strategy import StepStrategy
 
 logger = logging.getLogger(__name__)

@@ -39,11 +39,11 @@ from pscluster.core.transport.frames import Buffer
 from pscluster.core.values import decode_call, encode
 from pscluster.core.values.handles import Handle
 from pscluster.v1 import worker_pb2
-from pscluster.worker.counts import SHORTEST_SECONDS, WorkerCounts
-from pscluster.worker.datasets import EndOfIterator
+from pscluster.worker.data.per_worker import EndOfIterator
+from pscluster.worker.data.prefetch import EndOfPart, Part
 from pscluster.worker.failures import failure_of
+from pscluster.worker.function_metrics import SHORTEST_SECONDS, WorkerCounts
 from pscluster.worker.job import Job
-from pscluster.worker.parts import EndOfPart, Part
 
 logger = logging.getLogger(__name__)
 

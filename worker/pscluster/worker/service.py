@@ -25,7 +25,7 @@ from pscluster.core.role.node import Role
 from pscluster.core.transport.frames import Assembler, pack, pieces, unpack
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
-from pscluster.worker.counts import WorkerCounts
+from pscluster.worker.function_metrics import WorkerCounts
 from pscluster.worker.job import Job
 from pscluster.worker.runner import Runner
 from pscluster.worker.servers import ServerList

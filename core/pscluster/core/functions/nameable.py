@@ -2,7 +2,7 @@
 
 Two kinds. The public functions and classes that users pass into functions (initializers, metrics, schedules, lookups,
 errors): they compute, and neither open, write nor start anything. And what the library itself sends users' functions
-and datasets with; the latter read files, so workers alone take them, see `pscluster.worker.sources`.
+and datasets with; the latter read files, so workers alone take them, see `pscluster.worker.data.sources`.
 
 Methods are not in it: an object travels as its class and its state, and users' own code calls them.
 """
@@ -44,16 +44,16 @@ EVERYWHERE: dict[str, frozenset[str]] = {
         )
     ),
     "pscluster.ps.handles.variable": frozenset(("IndexedSlices", "ShardedVariable", "Variable")),
-    "pscluster.worker.datasets": frozenset(("InputContext",)),
+    "pscluster.worker.data.per_worker": frozenset(("InputContext",)),
     "pscluster.worker.strategy": frozenset(("ReduceOp", "ReduceOp.SUM", "ReduceOp.MEAN")),
 }
 """By module: functions and classes."""
 
 ON_WORKERS: dict[str, frozenset[str]] = {
-    "pscluster.worker.datasets": frozenset(("given",)),
+    "pscluster.worker.data.per_worker": frozenset(("given",)),
     "pscluster.worker.evaluation": frozenset(("states_of",)),
-    "pscluster.worker.pipelines": frozenset(("Pipeline", "numbered")),
-    "pscluster.worker.sources": frozenset(("MappedArray", "Arrays", "Examples", "Ranges", "Made", "Files")),
+    "pscluster.worker.data.pipelines": frozenset(("Pipeline", "numbered")),
+    "pscluster.worker.data.sources": frozenset(("MappedArray", "Arrays", "Examples", "Ranges", "Made", "Files")),
     "pscluster.worker.training": frozenset(("logs_of_steps",)),
 }
 """These, too, on a worker."""

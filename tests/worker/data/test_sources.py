@@ -14,7 +14,7 @@ import pytest
 from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError
 from pscluster.core.functions import policy
 from pscluster.core.functions.policy import Trust
-from pscluster.worker.sources import MappedArray
+from pscluster.worker.data.sources import MappedArray
 
 
 @pytest.fixture

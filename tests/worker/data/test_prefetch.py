@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pscluster.core.context import FunctionContext
-from pscluster.worker.parts import Part, Reader, _Stopwatch
-from pscluster.worker.pipelines import Pipeline
-from pscluster.worker.sources import source_of
+from pscluster.worker.data.pipelines import Pipeline
+from pscluster.worker.data.prefetch import Part, Reader, _Stopwatch
+from pscluster.worker.data.sources import source_of
 
 SECONDS = 0.02
 HOURS = 10_000

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscluster.core.errors import DatasetError
-from pscluster.worker.pipelines import Order, Pipeline
-from pscluster.worker.sources import Arrays, Files, source_of
+from pscluster.worker.data.pipelines import Order, Pipeline
+from pscluster.worker.data.sources import Arrays, Files, source_of
 
 
 def elements(pipeline: Pipeline, epoch: int = 0, start: int = 0, stop: int | None = None) -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import DatasetError
-from pscluster.worker.sources import (
+from pscluster.worker.data.sources import (
     Arrays,
     Files,
     Numbers,
