@@ -34,7 +34,7 @@ from pscluster.coordinator import (
     Variable,
     optimizers,
 )
-from pscluster.coordinator.status import ask
+from pscluster.coordinator.cli.status import ask
 from pscluster.core.transport.unix_sockets import connect, path_of
 from pscluster.ps.storage.spill import LIMIT_BYTES
 

@@ -42,7 +42,7 @@ from growth import ALLOWED, COLUMNS, Sample, Series, Trend, judge, lives_of, rea
 from harness import commit, machine
 
 from pscluster.coordinator import LocalCluster
-from pscluster.coordinator.local_cluster import child_environ
+from pscluster.coordinator.local.local_cluster import child_environ
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20

@@ -39,7 +39,7 @@ from pscluster.coordinator import (
     metrics,
     optimizers,
 )
-from pscluster.coordinator.health import is_healthy
+from pscluster.coordinator.cli.health import is_healthy
 from pscluster.core.security.tokens import load_token
 
 ROWS, WIDTH = 50_000, 32

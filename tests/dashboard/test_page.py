@@ -24,7 +24,7 @@ from pscluster.coordinator import (
     ProgressLine,
     Variable,
 )
-from pscluster.coordinator.observed import Observed
+from pscluster.coordinator.observability.events import Observed
 
 pytestmark = [needs_browser, pytest.mark.timeout(240)]
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscluster.coordinator import ClusterCoordinator
+from pscluster.coordinator.cli.status import Answer, Asker
 from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
 from pscluster.coordinator.dashboard.watch import Watch
-from pscluster.coordinator.dispatch import Look, WorkerLook
-from pscluster.coordinator.observed import MAX_DETAIL, MAX_EVENTS, Observed, Saved, Series, Training
-from pscluster.coordinator.rates import Rates, TaskRates, VariableRates
-from pscluster.coordinator.status import Answer, Asker
+from pscluster.coordinator.observability.events import MAX_DETAIL, MAX_EVENTS, Observed, Saved, Series, Training
+from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
+from pscluster.coordinator.scheduling.dispatcher import Look, WorkerLook
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 

@@ -22,7 +22,7 @@ from pscluster.coordinator.api import (
     RemoteValue,
     SimpleClusterResolver,
 )
-from pscluster.coordinator.partitioners import FixedShardsPartitioner
+from pscluster.coordinator.variables.partitioners import FixedShardsPartitioner
 from pscluster.core.security.tokens import new_token
 
 PORT = 12_345

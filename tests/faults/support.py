@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tests.faults.steps import PATIENCE
 
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, RemoteValue, Variable
-from pscluster.coordinator.partitioners import FixedShardsPartitioner
+from pscluster.coordinator.variables.partitioners import FixedShardsPartitioner
 from pscluster.core.errors import from_kind, from_rpc
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.channels import NODE_SERVICE, open_channel

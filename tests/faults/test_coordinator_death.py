@@ -19,7 +19,7 @@ from tests.faults.support import PATIENCE, until
 
 from pscluster.coordinator import strategy as strategy_module
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable, optimizers
-from pscluster.coordinator.live_job import continue_job
+from pscluster.coordinator.job.live_job import continue_job
 from pscluster.core.errors import BusyError, MisuseError, PSUnavailableError, StaleError
 from pscluster.v1 import node_pb2
 

@@ -29,7 +29,7 @@ from pscluster.coordinator.api import (
     Variable,
     experimental_get_current_worker_index,
 )
-from pscluster.coordinator.health import is_healthy
+from pscluster.coordinator.cli.health import is_healthy
 from pscluster.core.errors import FunctionError
 from pscluster.core.testing.faults import CALL_KINDS, LASTING
 from pscluster.core.transport.methods import methods

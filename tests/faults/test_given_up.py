@@ -11,7 +11,7 @@ import pytest
 from tests.faults.support import PATIENCE, ones, running_job, until
 
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, Variable
-from pscluster.coordinator.local_cluster import LocalClusterError
+from pscluster.coordinator.local.local_cluster import LocalClusterError
 from pscluster.core import errors
 
 SPENT = r"was killed by SIGKILL; it is given up since max_restarts is 0"

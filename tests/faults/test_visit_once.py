@@ -16,7 +16,6 @@ from tests.faults.steps import note, wait_for
 from tests.faults.support import PATIENCE
 from tests.faults.test_coordinator_death import started
 
-from pscluster.coordinator import positions
 from pscluster.coordinator.api import (
     ClusterCoordinator,
     FixedShardsPartitioner,
@@ -26,6 +25,7 @@ from pscluster.coordinator.api import (
     Variable,
     metrics,
 )
+from pscluster.coordinator.data import positions
 
 EXAMPLES = 100_000
 

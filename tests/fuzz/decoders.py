@@ -37,8 +37,8 @@ from pscluster.coordinator.checkpoints.index import (
     check_whole,
     read_index,
 )
-from pscluster.coordinator.job_progress import decoded
-from pscluster.coordinator.visits import Visits
+from pscluster.coordinator.data.visits import Visits
+from pscluster.coordinator.job.progress import decoded
 from pscluster.core.cluster.spec import TFConfig, parse_address
 from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError, from_kind
 from pscluster.core.functions.definitions import capture, resolve, split_off_bulk

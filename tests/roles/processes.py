@@ -306,7 +306,7 @@ _DRIVER = (
     f"OURS = {OURS!r}"
     + """
 import contextlib, io, json, os, sys
-from pscluster.coordinator.cli import main
+from pscluster.coordinator.cli.main import main
 
 done = []
 for arguments, variables in json.load(sys.stdin):

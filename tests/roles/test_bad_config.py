@@ -383,7 +383,7 @@ from pscluster.core import ids as identity
 
 identity.VERSION = "9.9.9"
 sys.argv = ["pscluster", *sys.argv[1:]]
-from pscluster.coordinator.cli import main
+from pscluster.coordinator.cli.main import main
 
 main()
 """

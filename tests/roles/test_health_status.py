@@ -31,7 +31,7 @@ from tests.roles.processes import (
 )
 from tests.roles.wire import SECONDS
 
-from pscluster.coordinator.cli import cli
+from pscluster.coordinator.cli.main import cli
 
 OPEN = {"PSCLUSTER_INSECURE": "1"}  # on loopback: anybody may call
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -249,7 +249,7 @@ def test_light_commands_import_little(arguments: list[str]) -> None:
     """What containers run every few seconds, and what a user looks up, loads neither NumPy nor any role."""
     program = (
         "import sys\n"
-        "from pscluster.coordinator.cli import main\n"
+        "from pscluster.coordinator.cli.main import main\n"
         f"sys.argv = ['pscluster', *{arguments!r}]\n"
         "try:\n"
         "    main()\n"

@@ -271,7 +271,7 @@ def test_only_one_module_knows_pickles() -> None:
                 found.add(path.name)
             assert "allow_pickle=True" not in text, path
             assert "multiprocessing" not in names, path
-    assert found == {"pickles.py"}
+    assert found == {"by_value.py"}
 
 
 # Refusals

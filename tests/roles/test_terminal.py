@@ -15,7 +15,7 @@ import pytest
 from tests.roles.processes import PSCLUSTER, Process, Roles, environ, make_cluster, run, tf_config
 from tests.roles.wire import SECONDS
 
-from pscluster.coordinator.rates import RateMeter
+from pscluster.coordinator.observability.rates import RateMeter
 from pscluster.v1 import node_pb2
 
 # Works until the file named by its argument exists; the variables' names are what a name may be.

@@ -41,16 +41,11 @@ from tests.roles.processes import (
 from tests.roles.test_token import ALL_METHODS, call
 from tests.roles.wire import SECONDS, SERVICES, with_token
 
-from pscluster.coordinator import (
-    ClusterCoordinator,
-    LocalCluster,
-    ParameterServerStrategy,
-    Variable,
-    links,
-    timeline,
-)
-from pscluster.coordinator.health import is_healthy
-from pscluster.coordinator.local_cluster import child_environ
+from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.coordinator.cli.health import is_healthy
+from pscluster.coordinator.local.local_cluster import child_environ
+from pscluster.coordinator.observability import timeline
+from pscluster.coordinator.scheduling import connections
 from pscluster.core.errors import ConfigurationError, NotPermittedError, UnavailableError
 from pscluster.core.security import access
 from pscluster.core.security.certificates import make_certificates, renew_certificates
@@ -588,9 +583,9 @@ def test_why_is_not_asked_at_each_attempt(tmp_path: Path, monkeypatch: pytest.Mo
     """A lost peer is dialled anew many times in a second; why there is no trust is looked up now and then."""
     make_certificates(tmp_path)
     looks, now = list[PeerAddress](), [100.0]
-    monkeypatch.setattr(links, "why_untrusted", looks.append)
-    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    distrust = links.Distrust(PeerAddress("ps", 0, "127.0.0.1:1", Tls(tmp_path / "worker")))
+    monkeypatch.setattr(connections, "why_untrusted", looks.append)
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    distrust = connections.Distrust(PeerAddress("ps", 0, "127.0.0.1:1", Tls(tmp_path / "worker")))
     for now[0] in (100.0, 100.1, 104.9, 105.1, 105.2):
         asyncio.run(distrust.look(UnavailableError("gone")))
     assert len(looks) == 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pscluster.coordinator.status import ask
+from pscluster.coordinator.cli.status import ask
 from pscluster.coordinator.strategy import ParameterServerStrategy
 
 SECONDS = 30.0

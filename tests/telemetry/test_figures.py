@@ -14,9 +14,9 @@ from typing import cast
 import grpc
 import pytest
 
-from pscluster.coordinator.counts import CoordinatorCounts
-from pscluster.coordinator.scheduler import Task
-from pscluster.coordinator.telemetry import CoordinatorTelemetry
+from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
+from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
+from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.core.metrics.registry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
 from pscluster.ps.read_plans import PreparedRead
 from pscluster.ps.request_metrics import ServiceCounts, VariableCounts

@@ -23,7 +23,7 @@ from pscluster.coordinator import (
     ParameterServerStrategy,
     Variable,
 )
-from pscluster.coordinator.telemetry import CoordinatorTelemetry
+from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.core.errors import FunctionError
 from pscluster.core.metrics.registry import MAX_LABELS, OTHER, Telemetry
 from pscluster.ps.server.telemetry import ServerTelemetry

@@ -15,8 +15,8 @@ from tests.faults.steps import die_once
 from tests.faults.support import running_job
 
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, Variable
-from pscluster.coordinator.counts import Attempt
-from pscluster.coordinator.timeline import Recorded, Span, events_of, together
+from pscluster.coordinator.observability.job_metrics import Attempt
+from pscluster.coordinator.observability.timeline import Recorded, Span, events_of, together
 from pscluster.core.metrics.trace import EACH, MAX_FUNCTIONS
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2

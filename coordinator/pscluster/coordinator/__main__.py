@@ -1,3 +1,3 @@
-from pscluster.coordinator.script import main
+from pscluster.coordinator.cli.script import main
 
 main()

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from pscluster.coordinator.checkpoints import Checkpoint, CheckpointManager, RestoredFrom, SavedVariables
-from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.checkpoints.sidecar import SidecarEvaluator
 from pscluster.coordinator.dashboard import Dashboard
-from pscluster.coordinator.datasets import PerWorkerDataset, PerWorkerIterator
-from pscluster.coordinator.distributed import DataPart, DistributedDataset
-from pscluster.coordinator.local_cluster import LocalCluster
-from pscluster.coordinator.partitioners import (
+from pscluster.coordinator.data.dataset import DataPart, DistributedDataset
+from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
+from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.coordinator.observability.progress_line import ProgressLine
+from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.server import Server
+from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.training import callbacks as callbacks  # modules are not in __all__
+from pscluster.coordinator.training.history import History
+from pscluster.coordinator.variables.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
     Partitioner,
 )
-from pscluster.coordinator.progress import ProgressLine
-from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
-from pscluster.coordinator.server import Server
-from pscluster.coordinator.sidecar import SidecarEvaluator
-from pscluster.coordinator.strategy import ParameterServerStrategy
-from pscluster.coordinator.training import callbacks as callbacks  # modules are not in __all__
-from pscluster.coordinator.training.history import History
 from pscluster.core import errors as errors
 from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
 from pscluster.core.context import experimental_get_current_worker_index

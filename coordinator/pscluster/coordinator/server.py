@@ -9,7 +9,7 @@ else:
 
 from __future__ import annotations
 
-from pscluster.coordinator.settings import process_options
+from pscluster.coordinator.job.settings import process_options
 from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, TFConfigClusterResolver
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.role.server import RoleOptions, listen_address, run_role

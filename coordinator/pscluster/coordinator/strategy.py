@@ -23,26 +23,26 @@ import numpy.typing as npt
 from rich.table import Table
 from rich.text import Text
 
-from pscluster.coordinator import loop
 from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
-from pscluster.coordinator.counts import CoordinatorCounts
-from pscluster.coordinator.dispatch import Dispatcher
-from pscluster.coordinator.job_progress import NAME as PROGRESS
-from pscluster.coordinator.job_progress import TRAINING, JobProgress
-from pscluster.coordinator.links import PsLink, out_of_reach
-from pscluster.coordinator.live_job import LiveJob, continue_job, default_job_name
-from pscluster.coordinator.local_cluster import LocalCluster, LocalClusterError
-from pscluster.coordinator.losses import Losses
-from pscluster.coordinator.observed import Observed
-from pscluster.coordinator.partitioners import partition_for
-from pscluster.coordinator.partly_applied import PartlyApplied
-from pscluster.coordinator.pinned import prefix_of
-from pscluster.coordinator.placement import Placer
-from pscluster.coordinator.positions import NAME as POSITIONS
-from pscluster.coordinator.positions import Positions
-from pscluster.coordinator.render import rendered
-from pscluster.coordinator.settings import process_options
-from pscluster.coordinator.telemetry import CoordinatorTelemetry
+from pscluster.coordinator.cli.tables import rendered
+from pscluster.coordinator.data.positions import NAME as POSITIONS
+from pscluster.coordinator.data.positions import Positions
+from pscluster.coordinator.job.live_job import LiveJob, continue_job, default_job_name
+from pscluster.coordinator.job.losses import Losses
+from pscluster.coordinator.job.progress import NAME as PROGRESS
+from pscluster.coordinator.job.progress import TRAINING, JobProgress
+from pscluster.coordinator.job.settings import process_options
+from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
+from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
+from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
+from pscluster.coordinator.scheduling import loop
+from pscluster.coordinator.scheduling.connections import PsLink, out_of_reach
+from pscluster.coordinator.scheduling.dispatcher import Dispatcher
+from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
+from pscluster.coordinator.variables.evaluation_snapshot import prefix_of
+from pscluster.coordinator.variables.partitioners import partition_for
+from pscluster.coordinator.variables.placement import Placer
 from pscluster.core.cluster.spec import (
     ClusterResolver,
     ClusterSpec,
@@ -84,8 +84,8 @@ from pscluster.worker.strategy import Strategy
 
 if TYPE_CHECKING:
     from pscluster.coordinator.checkpoints import CheckpointManager
-    from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
     from pscluster.coordinator.dashboard import Dashboard
+    from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
 
 logger = logging.getLogger(__name__)
 

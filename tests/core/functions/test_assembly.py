@@ -435,7 +435,7 @@ def part_of(module: str, name: str) -> tuple[bytes, bytes]:
         ("cloudpickle", "loads"),
         ("numpy", "load"),
         ("pscluster.core.functions.by_value", "load"),
-        ("pscluster.coordinator.run", "run_script"),
+        ("pscluster.coordinator.cli.run", "run_script"),
         ("__main__", "anything"),
         ("users_steps", "os.system"),
         ("users_steps", "system"),
@@ -467,11 +467,13 @@ def test_what_peers_may_name(module: Any, closed: Path) -> None:
     assert received(*named("users_steps", "Windows.named"))(3) == ("Windows", 3)
     for form in (named, part_of):
         assert received(*form("pscluster.ps.initializers", "Zeros")) is initializers.Zeros
-        with pytest.raises(MisuseError, match=r"datasets.*given is not for peers to name|datasets is not for peers"):
+        with pytest.raises(
+            MisuseError, match=r"per_worker.*given is not for peers to name|per_worker is not for peers"
+        ):
             received(
                 *form("pscluster.worker.data.per_worker", "given")
             )  # workers alone take what datasets are sent with
-        with pytest.raises(MisuseError, match=r"pscluster\.worker\.sources is not for peers to name"):
+        with pytest.raises(MisuseError, match=r"pscluster\.worker\.data\.sources is not for peers to name"):
             received(*form("pscluster.worker.data.sources", "MappedArray"))
     policy.settle(Trust(False, "", (closed,), ("numpy",), is_worker=True))
     assert received(*named("pscluster.worker.data.per_worker", "given"))([1]) == [1]

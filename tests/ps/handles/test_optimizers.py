@@ -731,7 +731,7 @@ class TestOwnRules:
         (tmp_path / "halving.py").write_text(MODULE)
         (tmp_path / "script.py").write_text(SCRIPT)
         environ = {key: value for key, value in os.environ.items() if key != "TF_CONFIG"}
-        pscluster = [sys.executable, "-c", "from pscluster.coordinator.cli import main; main()"]
+        pscluster = [sys.executable, "-c", "from pscluster.coordinator.cli.main import main; main()"]
         command = [*pscluster, "run", "--ps", "2", "--workers", "1", "script.py"]
         done = subprocess.run(
             command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False

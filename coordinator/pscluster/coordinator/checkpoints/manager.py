@@ -39,11 +39,11 @@ from pscluster.coordinator.checkpoints.index import (
     read_index,
     write_index,
 )
-from pscluster.coordinator.job_progress import NAME as PROGRESS
-from pscluster.coordinator.job_progress import TRAINING
-from pscluster.coordinator.observed import Saved
-from pscluster.coordinator.positions import NAME as POSITIONS
-from pscluster.coordinator.waiting import result_of, wait_for
+from pscluster.coordinator.data.positions import NAME as POSITIONS
+from pscluster.coordinator.job.progress import NAME as PROGRESS
+from pscluster.coordinator.job.progress import TRAINING
+from pscluster.coordinator.observability.events import Saved
+from pscluster.coordinator.scheduling.waiting import result_of, wait_for
 from pscluster.core.errors import (
     CheckpointError,
     CheckpointMisfitError,
@@ -60,7 +60,7 @@ from pscluster.ps.storage.tensor_files import join
 from pscluster.v1 import ps_pb2
 
 if TYPE_CHECKING:
-    from pscluster.coordinator.positions import Positions
+    from pscluster.coordinator.data.positions import Positions
     from pscluster.coordinator.strategy import ParameterServerStrategy
     from pscluster.ps.handles.variable import Variable
 

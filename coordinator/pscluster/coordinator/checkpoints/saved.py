@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.coordinator import job_progress
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import SavedTensor, SavedVariable, check_whole, dtype_of, read_index
+from pscluster.coordinator.job import progress as job_progress
 from pscluster.core.errors import CheckpointError, UnknownVariableError
 from pscluster.ps.spec import OURS
 from pscluster.ps.storage.tensor_files import Array, WrittenTensor, join, read

@@ -22,7 +22,7 @@ from pscluster.coordinator.checkpoints.index import (
     dtype_of,
     read_index,
 )
-from pscluster.coordinator.render import rendered
+from pscluster.coordinator.cli.tables import rendered
 from pscluster.core.errors import CheckpointError
 from pscluster.core.sanitize import shown
 from pscluster.ps.optim import RULES

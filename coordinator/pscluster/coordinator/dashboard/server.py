@@ -11,8 +11,8 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.dashboard.watch import Watch
+from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
 from pscluster.core.cluster.spec import split_address
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.security.http_access import CertificateFiles, Visitors, check_place

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pscluster.coordinator.dispatch import Look, WorkerLook
-from pscluster.coordinator.observed import Event, Observed, Series
-from pscluster.coordinator.rates import Rates, TaskRates, VariableRates
+from pscluster.coordinator.observability.events import Event, Observed, Series
+from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
+from pscluster.coordinator.scheduling.dispatcher import Look, WorkerLook
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 

@@ -17,12 +17,12 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
+from pscluster.coordinator.cli.status import Asker
 from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
-from pscluster.coordinator.launcher import InheritedReports
-from pscluster.coordinator.local_cluster import LocalCluster
-from pscluster.coordinator.observed import Series
-from pscluster.coordinator.rates import BUSIEST, RateMeter, Rates
-from pscluster.coordinator.status import Asker
+from pscluster.coordinator.local.launcher import InheritedReports
+from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.coordinator.observability.events import Series
+from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates
 from pscluster.core.metrics.registry import resident_bytes
 from pscluster.v1 import node_pb2
 

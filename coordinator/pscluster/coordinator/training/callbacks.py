@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
-from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.training.events import EventWriter
 from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, WaitTimeoutError
 from pscluster.ps.handles.optimizers import Optimizer

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pscluster.coordinator.cluster_coordinator import ClusterCoordinator
-from pscluster.coordinator.datasets import PerWorkerDataset
-from pscluster.coordinator.distributed import DataPart, DistributedDataset
-from pscluster.coordinator.observed import Training
-from pscluster.coordinator.progress import ProgressLine, choose_console
-from pscluster.coordinator.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.data.dataset import DataPart, DistributedDataset
+from pscluster.coordinator.data.per_worker import PerWorkerDataset
+from pscluster.coordinator.observability.events import Training
+from pscluster.coordinator.observability.progress_line import ProgressLine, choose_console
+from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.strategy import HOPELESS
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
 from pscluster.coordinator.training.history import History

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pscluster.coordinator.job_progress import TRAINING, JobProgress
+from pscluster.coordinator.job.progress import TRAINING, JobProgress
 
 if TYPE_CHECKING:
     from pscluster.coordinator.strategy import ParameterServerStrategy

@@ -60,7 +60,14 @@ ON_WORKERS: dict[str, frozenset[str]] = {
 
 MODULES = frozenset(
     f"pscluster.{name}"
-    for name in ("core.errors", "ps.initializers", "ps.lookup", "ps.metrics", "ps.rules", "ps.schedules")
+    for name in (
+        "core.errors",
+        "ps.initializers",
+        "ps.handles.lookup",
+        "ps.handles.metrics",
+        "ps.optim",
+        "ps.optim.schedules",
+    )
 )
 """Modules that may be passed as objects: the public ones whose names are in the list."""
 

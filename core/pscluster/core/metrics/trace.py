@@ -1,4 +1,4 @@
-"""What a role remembers of the last functions and requests, for a timeline; see `pscluster.coordinator.timeline`.
+"""Remember the last functions and requests of a role, for `pscluster.coordinator.observability.timeline`.
 
 Always on: a ring of tuples. Of functions shorter than `SHORT_SECONDS` every `EACH`-th is remembered, by its number, so
 that all roles remember the same ones, and those that run again; to remember all of them would cost a percent of what

@@ -1,0 +1,1 @@
+"""Per-worker and distributed datasets, as the coordinator holds them."""

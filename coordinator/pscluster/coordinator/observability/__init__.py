@@ -1,0 +1,1 @@
+"""What is seen of a job: events, rates, metrics, timelines, progress."""

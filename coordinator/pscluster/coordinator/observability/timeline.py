@@ -1,0 +1,260 @@
+"""A timeline of the last functions, for https://ui.perfetto.dev or chrome://tracing: one function is one row.
+
+What happened is remembered by each role all the time (see `pscluster.core.metrics.trace`); it is collected when
+somebody asks, over the roles' status. In a row, one within the other:
+
+    STEP                                                      from its schedule to its end
+      queue, worker 0 (attempt 1)                             here; worker 0: from the sending to its outcome
+                waits, arguments, run                         there
+                                  pull, ..., push             as the worker saw it: requests to several servers at once
+                                  ps 0, ps 0 + ps 1           which of them worked on it
+
+A second process, "workers", has a row a worker with what it ran.
+
+Clocks differ between machines. Each role is asked for its own a few times: in the quickest round trip it is right to
+half of that trip. What is left would let an answer come before its question; so what lies within something else, since
+the one caused the other, is moved and cut to lie within it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+
+from pscluster.coordinator.observability.job_metrics import Attempt
+from pscluster.core.errors import from_rpc
+from pscluster.core.transport.channels import NODE_SERVICE, PeerAddress, open_peer_channel
+from pscluster.core.transport.methods import Stub
+from pscluster.v1 import node_pb2
+
+ASK_SECONDS = 5.0
+_TRIPS = 5  # to learn how a clock goes
+_AT_ONCE = 32
+_STEPS, _WORKERS = 1, 2  # processes of the trace
+
+
+class Span(NamedTuple):
+    """From when to when, by the coordinator's clock."""
+
+    begin: float
+    end: float
+
+    def within(self, outer: Span) -> Span:
+        """Moved as little as is needed to lie in the outer one; cut where it is longer."""
+        length = min(self.end - self.begin, outer.end - outer.begin)
+        begin = min(max(self.begin, outer.begin), outer.end - length)
+        return Span(begin, begin + length)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a role remembers, in this process' time."""
+
+    peer: PeerAddress
+    runs: Sequence[node_pb2.Recorded.Run] = ()
+    asked: Sequence[node_pb2.Recorded.Asked] = ()
+    served: Sequence[node_pb2.Recorded.Served] = ()
+    offset: float = 0.0
+    """To be added to its times."""
+    missing: str = ""
+    """Why there is nothing of it."""
+
+    def span(self, begin: float, end: float) -> Span:
+        """Of its times."""
+        return Span(begin + self.offset, end + self.offset)
+
+
+def collect(peers: Sequence[PeerAddress]) -> list[Recorded]:
+    """What they remember, all asked at once; nothing of those that don't answer."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(_ask, peers))
+
+
+def _ask(peer: PeerAddress) -> Recorded:
+    best, offset = float("inf"), 0.0
+    with open_peer_channel(peer) as channel:
+        node = Stub(channel, NODE_SERVICE)
+        try:
+            for _ in range(_TRIPS):
+                begin = time.monotonic()
+                reply = node.status(node_pb2.StatusRequest(), timeout=ASK_SECONDS)
+                end = time.monotonic()
+                if end - begin < best:
+                    best, offset = end - begin, (begin + end) / 2 - reply.clock
+            reply = node.status(node_pb2.StatusRequest(recorded=True), timeout=ASK_SECONDS)
+        except grpc.RpcError as error:
+            return Recorded(peer, missing=str(from_rpc(error, str(peer))))
+    return Recorded(
+        peer,
+        runs=[each.run for each in reply.recorded if each.HasField("run")],
+        asked=[each.asked for each in reply.recorded if each.HasField("asked")],
+        served=[each.served for each in reply.recorded if each.HasField("served")],
+        offset=offset,
+    )
+
+
+@dataclass(slots=True)
+class _Trace:
+    """Events, in microseconds from the first."""
+
+    origin: float
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def name(self, what: str, name: str, process: int, row: int = 0, place: int | None = None) -> None:
+        self.events.append({"ph": "M", "name": f"{what}_name", "pid": process, "tid": row, "args": {"name": name}})
+        if place is not None:
+            arguments = {"sort_index": place}
+            self.events.append({"ph": "M", "name": f"{what}_sort_index", "pid": process, "tid": row, "args": arguments})
+
+    def slice(self, name: str, span: Span, process: int, row: int, **arguments: Any) -> None:
+        # Whole nanoseconds of begin and end, not of the length: what touches must not seem to overlap.
+        begin, end = (round((each - self.origin) * 1e9) for each in span)
+        event = {"ph": "X", "name": name, "cat": "step", "pid": process, "tid": row}
+        self.events.append({**event, "ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": arguments})
+
+
+def events_of(attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> list[dict[str, Any]]:
+    """The events of a trace in the JSON format of Chrome: metadata, and complete ("X") events that nest by row."""
+    by_function: defaultdict[int, list[Attempt]] = defaultdict(list)
+    for attempt in attempts:
+        by_function[attempt.function].append(attempt)
+    workers = {role.peer.index: role for role in roles if role.peer.role == "worker"}
+    runs: defaultdict[tuple[int, int], list[tuple[Span, node_pb2.Recorded.Run]]] = defaultdict(list)
+    asked: defaultdict[tuple[int, int], list[node_pb2.Recorded.Asked]] = defaultdict(list)
+    for index, worker in workers.items():
+        for run in worker.runs:
+            runs[index, run.function].append((worker.span(run.received, run.end), run))
+        for each in worker.asked:
+            asked[index, each.function].append(each)
+    served = {
+        (each.session, each.nth): role.span(each.begin, each.end)
+        for role in roles
+        if role.peer.role == "ps"
+        for each in role.served
+    }
+    trace = _Trace(min((attempt.scheduled for attempt in attempts), default=0.0))
+    trace.name("process", "steps", _STEPS, place=_STEPS)
+    trace.name("process", "workers", _WORKERS, place=_WORKERS)
+    for index, worker in sorted(workers.items()):
+        trace.name("thread", str(worker.peer), _WORKERS, index + 1, index)
+    for number, tries in sorted(by_function.items()):
+        tries.sort(key=lambda attempt: attempt.sent)
+        whole = Span(min(attempt.scheduled for attempt in tries), tries[-1].end)
+        name = tries[-1].name
+        trace.name("thread", f"step {number}", _STEPS, number, number)
+        trace.slice(name, whole, _STEPS, number, function=number, attempts=len(tries), ended=tries[-1].how)
+        before = whole.begin
+        for attempt in tries:
+            trace.slice("queue", Span(before, max(attempt.sent, before)), _STEPS, number)
+            there = Span(max(attempt.sent, before), attempt.end)
+            before = there.end
+            title = f"worker {attempt.worker}"
+            trace.slice(title, there, _STEPS, number, attempt=attempt.number, ended=attempt.how)
+            known = [each.worker for each in tries].count(attempt.worker)
+            found = _best(runs[attempt.worker, number], there, only=known == 1)
+            if found is not None:
+                role = workers[attempt.worker]
+                _add_run(trace, role, name, there, found, asked[attempt.worker, number], served)
+    return trace.events
+
+
+def _best(
+    found: Sequence[tuple[Span, node_pb2.Recorded.Run]], there: Span, *, only: bool
+) -> tuple[Span, node_pb2.Recorded.Run] | None:
+    """The one that lies in this span, if one does: by its middle, for the clock may be a little off.
+
+    Or, where there was this `only` attempt there, the only one that there is: the clock may be off by more than a short
+    function takes.
+    """
+    if only and len(found) == 1:
+        return found[0]
+    inside = [each for each in found if there.begin <= (each[0].begin + each[0].end) / 2 <= there.end]
+    return max(inside, key=lambda each: each[0].end, default=None)
+
+
+def _add_run(
+    trace: _Trace,
+    worker: Recorded,
+    name: str,
+    there: Span,
+    found: tuple[Span, node_pb2.Recorded.Run],
+    asked: Iterable[node_pb2.Recorded.Asked],
+    served: Mapping[tuple[str, int], Span],
+) -> None:
+    """What a worker did of a function, within the attempt as the coordinator has seen it."""
+    span, run = found
+    moved, row = span.within(there), run.function
+    scale = (moved.end - moved.begin) / ((span.end - span.begin) or 1.0)
+
+    def here(begin: float, end: float) -> Span:
+        """Of the worker's times. All in proportion: what lay within something there does so here."""
+        return Span(*(moved.begin + (time - run.received) * scale for time in (begin, end)))
+
+    for what, begin, end in (("waits", run.received, run.begin), ("arguments", run.begin, run.ready)):
+        if end > begin:
+            trace.slice(what, here(begin, end), _STEPS, row)
+    running = here(run.ready, run.end)
+    facts = {"thread": run.thread, "ended": run.how, "data_wait_ms": round(run.waited * 1e3, 3)}
+    trace.slice("run", running, _STEPS, row, **facts)
+    # By its clock alone: its functions ran one after the other.
+    ran = worker.span(run.ready, run.end)
+    trace.slice(name, ran, _WORKERS, worker.peer.index + 1, function=run.function, **facts)
+    mine = [(here(each.begin, each.end), each) for each in asked]
+    inside = sorted((each for each in mine if running.begin <= each[0].begin <= running.end), key=lambda each: each[0])
+    for call in _calls(inside):
+        outer = Span(min(span.begin for span, _ in call), max(span.end for span, _ in call)).within(running)
+        requests = [
+            {"server": each.server, "ms": round((span.end - span.begin) * 1e3, 3), "sent_bytes": each.sent}
+            | {"received_bytes": each.received}
+            for span, each in call
+        ]
+        trace.slice(call[0][1].what, outer, _STEPS, row, requests=requests)
+        parts = [
+            (each.server, served[each.session, each.nth].within(span).within(outer))
+            for span, each in call
+            if (each.session, each.nth) in served
+        ]
+        for title, part in together(parts):
+            trace.slice(title, part, _STEPS, row)
+
+
+def _calls(
+    found: Sequence[tuple[Span, node_pb2.Recorded.Asked]],
+) -> Iterator[list[tuple[Span, node_pb2.Recorded.Asked]]]:
+    """Requests that overlap are one call's, to several servers at once; or of several threads."""
+    call: list[tuple[Span, node_pb2.Recorded.Asked]] = []
+    end = 0.0
+    for span, each in found:
+        if call and span.begin >= end:
+            yield call
+            call = []
+        call.append((span, each))
+        end = max(span.end, end) if len(call) > 1 else span.end
+    if call:
+        yield call
+
+
+def together(parts: Sequence[tuple[int, Span]]) -> Iterator[tuple[str, Span]]:
+    """Which servers worked at the same time, and from when to when: spans that do not overlap, in order."""
+    times = sorted({time for _, span in parts for time in span})
+    for begin, end in itertools.pairwise(times):
+        busy = sorted({server for server, span in parts if span.begin <= begin and end <= span.end})
+        if busy:
+            yield " + ".join(f"ps {server}" for server in busy), Span(begin, end)
+
+
+def write(path: str | os.PathLike[str], attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> None:
+    """The trace, to a file. OSError if it can't be written."""
+    missing = {str(role.peer): role.missing for role in roles if role.missing}
+    trace = {"traceEvents": events_of(attempts, roles), "displayTimeUnit": "ms", "otherData": {"missing": missing}}
+    Path(path).write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Functions: the queue, the connections to workers and servers, and results."""

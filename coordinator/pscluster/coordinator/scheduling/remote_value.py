@@ -1,0 +1,165 @@
+"""RemoteValue: the result of a scheduled function, once there is one."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pscluster.coordinator.scheduling.waiting import Event
+from pscluster.core.errors import FunctionError, WaitTimeoutError
+from pscluster.core.values import Buffer, HandleResolver, decode
+from pscluster.core.values.handles import StaysHere
+from pscluster.v1 import value_pb2
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.scheduling.scheduler import Task
+
+
+class Owner(Protocol):
+    """What a RemoteValue asks of its coordinator."""
+
+    def cancel(self, values: Iterable[RemoteValue] | None = None, *, kill_after: float | None = None) -> int:
+        """Cancel their functions."""
+
+    def pending(self) -> str:
+        """Which error of another function waits to be raised, and for what; or ""."""
+
+
+class RemoteValueStatus(enum.Enum):
+    """Of a RemoteValue."""
+
+    NOT_READY = "not ready"
+    READY = "ready"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_NONE = value_pb2.Value(none=True)
+_NOT_DECODED = object()
+
+_events = threading.Lock()  # guards the making of events: few values are ever waited for one by one
+
+
+class RemoteValue(StaysHere):
+    """The result of a scheduled function. Thread-safe.
+
+    There may be a million of them, which Python's garbage collector looks through again and again: nothing that it
+    looks after is made for each that could be shared, or be absent.
+
+    A value that was ready stays so, whatever dies after: it is here, not on the worker.
+    """
+
+    instead = "pass it as an argument, `schedule(fn, args=(value,))`, and the function gets its value"
+    __slots__ = (
+        "__weakref__",
+        "_attachments",
+        "_decoded",
+        "_error",
+        "_event",
+        "_function",
+        "_message",
+        "_owner",
+        "_resolve_handle",
+        "_status",
+        "dependents",
+    )
+
+    def __init__(self, function: str, resolve_handle: HandleResolver, owner: Owner | None = None) -> None:
+        self._function = function
+        self._owner = owner
+        self._resolve_handle = resolve_handle
+        self._status = RemoteValueStatus.NOT_READY
+        self._message: value_pb2.Value = _NONE
+        self._attachments: Sequence[Buffer] = ()
+        self._decoded: Any = _NOT_DECODED
+        self._error: Exception | None = None
+        self._event: Event | None = None
+        self.dependents: list[Task[Any]] | None = None  # tasks that take this as an argument
+
+    # The coordinator's side; it serialises these calls
+
+    def _set_value(self, message: value_pb2.Value, attachments: Sequence[Buffer]) -> None:
+        self._message, self._attachments = message, attachments
+        self._settle(RemoteValueStatus.READY)
+
+    def _set_error(self, error: Exception, status: RemoteValueStatus) -> None:
+        self._error = error
+        self._settle(status)
+
+    def _settle(self, status: RemoteValueStatus) -> None:
+        with _events:
+            self._status = status
+            event = self._event
+        if event is not None:
+            event.set()
+
+    def _encoded(self) -> tuple[value_pb2.Value, Sequence[Buffer]]:
+        """A ready value as it came, to be passed on to another function."""
+        return self._message, self._attachments
+
+    # The user's side
+
+    @property
+    def status(self) -> RemoteValueStatus:
+        """How far it is."""
+        return self._status
+
+    @property
+    def function(self) -> str:
+        """The name of the function whose result it is."""
+        return self._function
+
+    def fetch(self, timeout: float | None = None) -> Any:
+        """Wait for the value and return it; arrays are NumPy's.
+
+        Raises:
+            FunctionError: the function raised; also an instance of what it raised. The next `schedule`, `join` or
+                `done` raises it as well, once, as the first error of all functions, and says that it is that.
+            CancelledError: it was cancelled, by `cancel` or because another function failed first.
+            WaitTimeoutError: `timeout` seconds have passed.
+        """
+        return self._fetch(timeout, timeout)
+
+    def _fetch(self, left: float | None, timeout: float | None) -> Any:
+        """Wait for `left` of the `timeout` seconds that the user gave."""
+        if not self.wait(left):
+            pending = "" if self._owner is None else self._owner.pending()
+            raise WaitTimeoutError(
+                f"{self._function} has no result after {timeout:g} s; it is still scheduled{pending and f'; {pending}'}"
+            )
+        if self._error is not None:
+            if isinstance(self._error, FunctionError):
+                object.__setattr__(self._error, "_fetched", True)  # it may be of a class of the user's, too
+            raise self._error.with_traceback(None)  # else it would grow with every call
+        if self._decoded is _NOT_DECODED:
+            # The user may change the arrays; functions that take the value as an argument get it as it came.
+            attachments = [memoryview(attachment).toreadonly() for attachment in self._attachments]
+            decoded = decode(self._message, attachments=attachments, resolve_handle=self._resolve_handle)
+            with _events:
+                if self._decoded is _NOT_DECODED:  # else another thread was faster: all get the same object
+                    self._decoded = decoded
+        return self._decoded
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has a value, or an error. False if it has neither after so many seconds."""
+        return self._status is not RemoteValueStatus.NOT_READY or self._wait(timeout)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The value: the same as `fetch`."""
+        return self.fetch(timeout)
+
+    def cancel(self, *, kill_after: float | None = None) -> bool:
+        """End the function, wherever it is: see `ClusterCoordinator.cancel`. False if it had ended already."""
+        return self._owner is not None and self._owner.cancel([self], kill_after=kill_after) > 0
+
+    def _wait(self, timeout: float | None) -> bool:
+        with _events:
+            if self._status is not RemoteValueStatus.NOT_READY:
+                return True
+            event = self._event = self._event or Event()
+        return event.wait(timeout)
+
+    def __repr__(self) -> str:
+        return f"<RemoteValue of {self._function}: {self._status.value}>"

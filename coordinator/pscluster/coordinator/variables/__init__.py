@@ -1,0 +1,1 @@
+"""How variables are cut and placed, and the copies that evaluations read."""

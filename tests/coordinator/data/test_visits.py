@@ -1,0 +1,155 @@
+"""Which examples were given out and which visited, under every order of events that Hypothesis finds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.conftest import search
+
+from pscluster.coordinator.data.positions import Position
+from pscluster.coordinator.data.visits import Visits
+from pscluster.core.errors import CheckpointMisfitError, MisuseError
+
+LENGTH, KEPT = 11, 10
+EPOCHS = 3
+
+
+class VisitsMachine(RuleBasedStateMachine):
+    """Against a model that knows of each example of each epoch where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visits = Visits(LENGTH, KEPT)
+        self.given: dict[tuple[int, int], str] = {}  # by epoch and place: "given" or "visited"
+        self.pending: list[tuple[int, int, int]] = []
+        self.saved = json.dumps(self.visits.state())
+        self.saved_visited: set[tuple[int, int]] = set()
+
+    @rule(most=st.integers(1, 12), epoch=st.integers(0, EPOCHS - 1))
+    def take(self, most: int, epoch: int) -> None:
+        """The next range is the first places that nobody has, one behind the other."""
+        found = self.visits.take(epoch, lambda start: start + most)
+        free = [place for place in range(KEPT) if (epoch, place) not in self.given]
+        if not free:
+            assert found is None
+            return
+        expected = [free[0]]
+        while len(expected) < most and expected[-1] + 1 in free:
+            expected.append(expected[-1] + 1)
+        assert found is not None
+        assert list(range(*found)) == expected
+        self.given |= dict.fromkeys([(epoch, place) for place in expected], "given")
+        self.pending.append((epoch, *found))
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        """A function has ended; a second copy of the news changes nothing."""
+        epoch, start, stop = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
+        for _ in range(2):
+            self.visits.commit(epoch, start, stop)
+        self.given |= dict.fromkeys([(epoch, place) for place in range(start, stop)], "visited")
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """A function has failed: its places are free again."""
+        epoch, start, stop = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
+        self.visits.release(epoch, start, stop)
+        for place in range(start, stop):
+            del self.given[epoch, place]
+
+    @rule(epoch=st.integers(0, EPOCHS - 1), start=st.integers(0, KEPT - 1), count=st.integers(1, 4))
+    def commit_what_was_released(self, epoch: int, start: int, count: int) -> None:
+        """Another function had it, too, and has ended well."""
+        places = [(epoch, place) for place in range(start, min(start + count, KEPT))]
+        if not any(self.given.get(place) == "given" for place in places):
+            self.visits.commit(epoch, start, places[-1][1] + 1)
+            self.given |= dict.fromkeys(places, "visited")
+
+    @rule()
+    def save(self) -> None:
+        """A checkpoint is made."""
+        self.saved = json.dumps(self.visits.state())
+        self.saved_visited = {place for place, state in self.given.items() if state == "visited"}
+
+    @precondition(lambda self: not self.pending)
+    @rule()
+    def restore(self) -> None:
+        """What was visited then, and nothing else, is visited."""
+        self.visits = Visits(LENGTH, KEPT)
+        self.visits.load(json.loads(self.saved))
+        self.given = dict.fromkeys(self.saved_visited, "visited")
+
+    @invariant()
+    def it_agrees(self) -> None:
+        """With the model, in all that is asked."""
+        states = [[self.given.get((epoch, place)) for place in range(KEPT)] for epoch in range(EPOCHS)]
+        whole = [set(state) == {"visited"} for state in states] + [False]
+        given = [all(state) for state in states] + [False]
+        assert self.visits.epoch == whole.index(False)
+        assert self.visits.unfinished == given.index(False)
+        for epoch, state in enumerate(states):
+            assert self.visits.visited(epoch) == state.count("visited")
+
+
+TestVisits = VisitsMachine.TestCase
+TestVisits.settings = search(200, 30)
+
+
+def test_another_length() -> None:
+    """A position of another dataset is refused, and nothing has changed."""
+    visits = Visits(10, 10)
+    visits.commit(0, 0, 3)
+    with pytest.raises(CheckpointMisfitError, match="with 20 examples, and this one has 10: give it another name"):
+        visits.load(Visits(20, 20).state())
+    assert visits.visited(0) == 3
+
+
+def test_another_batch_size() -> None:
+    """What was kept with smaller batches may be all with larger ones."""
+    visits = Visits(10, 10)
+    visits.commit(0, 0, 9)
+    later = Visits(10, 8)
+    later.load(visits.state())
+    assert later.epoch == 1
+
+
+def up_to(most: int) -> Callable[[int, int], int]:
+    """Ranges of so many examples at most, of the first epoch."""
+    return lambda epoch, start: start + most if not epoch else start
+
+
+class Owner:
+    """Stands for a dataset."""
+
+
+def test_a_caller_that_was_interrupted() -> None:
+    """It gave the range back, though its function was scheduled: that ends, and nothing is counted twice."""
+    position, owner = Position(), Owner()
+    position.begin(Visits(10, 10), owner)
+    life, _ = position.begin_pass()
+    given = position.take(life, up_to(4))
+    assert given is not None
+    position.enter(given)
+    position.release(given)
+    position.commit(given, key=1)
+    assert position.entered == 0
+    again = position.take(life, up_to(4))
+    assert again is not None
+    assert (again.start, again.stop) == (4, 8), "what was visited is not given out again"
+    position.abandon(again)
+    assert position.take(life, up_to(9)) is not None
+    position.begin_pass()
+    freed = position.take(life, up_to(9))
+    assert freed is not None
+    assert (freed.start, freed.stop) == (4, 8)
+    position.restore(position.at(None))
+    with pytest.raises(MisuseError, match="was restored meanwhile"):
+        position.enter(freed)
+    position.abandon(freed)
+    assert position.begin_pass() == (life + 1, 0)

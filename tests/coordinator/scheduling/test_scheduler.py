@@ -1,0 +1,598 @@
+"""The queue of functions: what it promises, under every order of events that Hypothesis finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from pscluster.coordinator.scheduling.scheduler import (
+    MAX_BATCH_BYTES,
+    MAX_WINDOW,
+    STOP_SECONDS,
+    Late,
+    Scheduler,
+    State,
+    Task,
+)
+
+WORKERS = 3
+MAX_ATTEMPTS = 3
+
+workers = st.integers(0, WORKERS - 1)
+seconds = st.sampled_from([1e-6, 1e-3, 0.01, 10.0])  # windows of 1000, 12, 3 and 2 functions
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any order of events against a model that knows of each function where it is, and nothing else."""
+
+    tasks = Bundle("tasks")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler: Scheduler[str] = Scheduler(WORKERS, MAX_ATTEMPTS)
+        self.queue: list[Task[str]] = []
+        self.blocked: list[Task[str]] = []
+        self.sent: list[list[Task[str]]] = [[] for _ in range(WORKERS)]
+        self.limbo: list[list[Task[str]]] = [[] for _ in range(WORKERS)]
+        self.up = [False] * WORKERS
+        self.ended: dict[Task[str], State] = {}
+        self.started: dict[Task[str], int] = {}  # how often it counts as started
+        self.all: list[Task[str]] = []
+        self.error: Exception | None = None
+        self.final = False
+
+        self.withdrawn: set[Task[str]] = set()
+        self.strays: list[list[Task[str]]] = [[] for _ in range(WORKERS)]  # ended, and may still run
+        self.landing: set[Task[str]] = set()  # ended, and a server may still take an update
+        self.now = 0.0
+        self.front: list[tuple[Task[str], int, float] | None] = [None] * WORKERS  # what it has first, and since when
+        self.asked: list[Task[str] | None] = [None] * WORKERS
+        self.begun: set[Task[str]] = set()  # an attempt that did not end it may have changed something
+        self.cuts: list[str] = []
+        self.last_cut = 0
+        self.cutter: str | None = None
+
+    def queued(self) -> list[Task[str]]:
+        """What may be sent, in order: while somebody makes a cut, only what has begun."""
+        begun = [task for task in self.queue if task in self.begun]
+        return begun if self.cuts else begun + [task for task in self.queue if task not in self.begun]
+
+    # Cuts
+
+    @rule()
+    def begin_cut(self) -> None:
+        self.last_cut += 1
+        cut = f"cut {self.last_cut}"
+        self.scheduler.begin_cut(cut)
+        self.cuts.append(cut)
+
+    @precondition(lambda self: self.cuts)
+    @rule(data=st.data())
+    def take_cut(self, data: st.DataObject) -> None:
+        cut = data.draw(st.sampled_from(self.cuts))
+        half = self.executing() or any(task in self.begun for task in self.queue)
+        taken = self.scheduler.take_cut(cut)
+        assert taken == (not half and self.cutter in (None, cut)), "it holds no half of a function, and is one's own"
+        if taken:
+            self.cutter = cut
+
+    @precondition(lambda self: self.cuts)
+    @rule(data=st.data())
+    def end_cut(self, data: st.DataObject) -> None:
+        cut = data.draw(st.sampled_from(self.cuts))
+        self.scheduler.end_cut(cut)
+        self.cuts.remove(cut)
+        self.cutter = None if self.cutter == cut else self.cutter
+
+    def executing(self) -> bool:
+        """Could anything still change anything?"""
+        return any(self.sent) or any(self.limbo) or bool(self.landing)
+
+    # What the model does with an error
+
+    def end(self, tasks: Sequence[Task[str]], state: State) -> None:
+        for task in tasks:
+            assert task not in self.ended, "a function ends once"
+            self.ended[task] = state
+
+    def first_error(self, error: Exception) -> list[Task[str]]:
+        """An error is there now: what is cancelled by it."""
+        self.error = error
+        cancelled, self.blocked, self.queue = [*self.blocked, *self.queue], [], []
+        self.end(cancelled, State.CANCELLED)
+        return cancelled
+
+    def back_to_queue(self, tasks: list[Task[str]]) -> list[Task[str]]:
+        """These may run again, before all others: what is cancelled instead."""
+        cancelled = [task for task in tasks if self.error is not None or task in self.withdrawn]
+        self.end(cancelled, State.CANCELLED)
+        self.queue[:0] = [task for task in tasks if task not in cancelled]
+        return cancelled
+
+    # The producer
+
+    @precondition(lambda self: self.error is None)
+    @rule(
+        target=tasks,
+        blockers=st.sampled_from([0, 0, 0, 1, 2]),
+        size=st.sampled_from([1, 1, MAX_BATCH_BYTES // 2]),
+        apart=st.sampled_from([False, False, True]),
+        timeout=st.sampled_from([None, 1.0]),
+    )
+    def add(self, blockers: int, size: int, apart: bool, timeout: float | None) -> Task[str]:
+        task = Task(f"payload {len(self.all)}", blockers, size, apart=apart, timeout=timeout)
+        self.scheduler.add(task)
+        self.all.append(task)
+        assert task.id == len(self.all), "ids rise from 1 in the order of add"
+        (self.blocked if blockers else self.queue).append(task)
+        self.started[task] = 0
+        return task
+
+    @rule(target=tasks, task=consumes(tasks))
+    def unblock(self, task: Task[str]) -> object:
+        if not task.blockers:
+            return task
+        self.scheduler.unblock(task)
+        if not task.blockers and task in self.blocked:
+            self.blocked.remove(task)
+            self.queue.append(task)
+        return task if task.blockers else multiple()
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sets(st.sampled_from(self.all))) if self.all else set()
+        cancelled = [task for task in self.queue + self.blocked if task in chosen]
+        assert same(self.scheduler.withdraw(chosen), cancelled)
+        self.queue = [task for task in self.queue if task not in chosen]
+        self.blocked = [task for task in self.blocked if task not in chosen]
+        self.withdrawn |= chosen
+        self.end(cancelled, State.CANCELLED)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sets(st.sampled_from(self.all))) if self.all else set()
+        waiting = [task for task in self.queue + self.blocked if task in chosen]
+        left = [task for held in (*self.sent, *self.limbo) for task in held if task in chosen]
+        cancelled, to_shut_out = self.scheduler.cancel(chosen)
+        assert same(cancelled, waiting + left)
+        assert same(to_shut_out, left)
+        self.queue = [task for task in self.queue if task not in chosen]
+        self.blocked = [task for task in self.blocked if task not in chosen]
+        for index in range(WORKERS):
+            self.strays[index] += [task for task in self.sent[index] if task in chosen]
+            self.sent[index] = [task for task in self.sent[index] if task not in chosen]
+            self.limbo[index] = [task for task in self.limbo[index] if task not in chosen]
+        self.landing.update(left)
+        self.end(waiting + left, State.CANCELLED)
+
+    @precondition(lambda self: self.landing)
+    @rule(data=st.data())
+    def shut_out(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sets(st.sampled_from(sorted(self.landing, key=lambda task: task.id))))
+        self.scheduler.shut_out(chosen)
+        self.landing -= chosen
+
+    @rule(index=workers, data=st.data())
+    def a_stray_ends(self, index: int, data: st.DataObject) -> None:
+        if not self.strays[index]:
+            return
+        task = data.draw(st.sampled_from(self.strays[index]))
+        outcomes: list[Callable[[], object]] = [
+            lambda: self.scheduler.finish(index, task.id, 1.0),
+            lambda: self.scheduler.fail(index, task.id, ValueError())[0],
+            lambda: self.scheduler.cancelled(index, task.id),
+            lambda: self.scheduler.give_back(index, [task.id]),
+        ]
+        outcomes.append(lambda: self.scheduler.never_sent(index, task))
+        assert not data.draw(st.sampled_from(outcomes))(), "nobody waits for it"
+        self.strays[index].remove(task)
+
+    @rule(index=workers, seconds=st.sampled_from([0.0, 0.6, STOP_SECONDS + 1]), again=st.booleans(), data=st.data())
+    def late(self, index: int, seconds: float, again: bool, data: st.DataObject) -> None:
+        self.now += seconds
+        sent = self.sent[index]
+        reached = data.draw(st.sampled_from([sent[0].position, sent[0].position - 1])) if sent else 0
+        late = self.scheduler.late(index, reached, self.now, lambda _: again)
+        if not sent or sent[0].position > reached:
+            assert late is None
+            return
+        task = sent[0]
+        if self.strays[index]:
+            self.front[index] = None
+            assert late is None, "it waits behind what still runs"
+            return
+        front = self.front[index]
+        if front is None or front[:2] != (task, task.position):
+            front = self.front[index] = (task, task.position, self.now)
+        if task.timeout is None or (over := self.now - front[2] - task.timeout) < 0:
+            expected = None
+        elif not again:
+            expected = Late.END
+        elif self.asked[index] is not task:
+            expected, self.asked[index] = Late.ASK, task
+        else:
+            expected = Late.GIVE_UP if over > STOP_SECONDS else None
+        assert late is expected
+        if late is Late.END:
+            self.time_out(index, task)
+
+    def time_out(self, index: int, task: Task[str]) -> None:
+        error = TimeoutError(task.payload)
+        failed, cancelled = self.scheduler.time_out(index, task, error)
+        self.sent[index].remove(task)
+        self.strays[index].append(task)
+        self.landing.add(task)
+        if self.error is not None or task in self.withdrawn:
+            assert (failed, cancelled) == (None, [task])
+            self.end([task], State.CANCELLED)
+        else:
+            assert failed is task
+            self.end([task], State.FAILED)
+            assert same(cancelled, [] if task.apart else self.first_error(error))
+
+    @rule()
+    def doubt(self) -> None:
+        self.scheduler.doubt()
+        assert self.final or self.scheduler.take_error() is None, "it may have to be final"
+        assert self.scheduler.settled == (self.scheduler.idle and self.final)
+        self.scheduler.no_doubt()
+
+    @rule()
+    def take_error(self) -> None:
+        taken = self.scheduler.take_error()
+        assert taken is (None if self.executing() else self.error)
+        if taken is not None and not self.final:
+            self.error = None
+
+    # Workers
+
+    @rule(index=workers)
+    def worker_up(self, index: int) -> None:
+        if not self.up[index] and not self.limbo[index]:
+            self.scheduler.worker_up(index)
+            self.up[index] = True
+            self.front[index] = self.asked[index] = None
+
+    @rule(index=workers)
+    def take(self, index: int) -> None:
+        batch = self.scheduler.take(index)
+        queue = self.queued()
+        assert batch == queue[: len(batch)], "those that have begun before all others, then the oldest first"
+        window = self.scheduler.workers[index].window
+        room, others_idle = window - len(self.sent[index]), 0
+        if self.sent[index]:  # what would only wait here is for those that have nothing; and half a window at a time
+            others_idle = sum(self.up[i] and not self.sent[i] and not self.strays[i] for i in range(WORKERS))
+        may = not self.strays[index] and room > 0 and (not self.sent[index] or room >= window // 2)
+        assert bool(batch) == (self.up[index] and may and len(queue) > others_idle)
+        assert len(batch) <= max(room, 0)
+        assert sum(task.size for task in batch[:-1]) < MAX_BATCH_BYTES
+        self.queue = [task for task in self.queue if task not in batch]
+        for task in batch:
+            self.started[task] += 1
+            assert task.attempts == self.started[task] <= MAX_ATTEMPTS
+        assert all(task.state is State.SENT for task in batch)
+        positions = [task.position for task in self.sent[index] + batch]
+        assert positions == sorted(set(positions)), "positions rise in the order of sending"
+        self.sent[index] += batch
+
+    def one_sent(self, index: int, data: st.DataObject) -> Task[str] | None:
+        return data.draw(st.sampled_from(self.sent[index])) if self.sent[index] else None
+
+    @rule(index=workers, seconds=seconds, data=st.data())
+    def finish(self, index: int, seconds: float, data: st.DataObject) -> None:
+        if (task := self.one_sent(index, data)) is not None:
+            assert self.scheduler.finish(index, task.id, seconds) is task
+            self.sent[index].remove(task)
+            self.end([task], State.DONE)
+
+    @rule(index=workers, data=st.data())
+    def fail(self, index: int, data: st.DataObject) -> None:
+        if (task := self.one_sent(index, data)) is None:
+            return
+        error = ValueError(task.payload)
+        failed, cancelled = self.scheduler.fail(index, task.id, error)
+        self.sent[index].remove(task)
+        if self.error is not None or task in self.withdrawn:
+            assert (failed, cancelled) == (None, [task])
+            self.end([task], State.CANCELLED)
+        else:
+            assert failed is task
+            self.end([task], State.FAILED)
+            assert same(cancelled, [] if task.apart else self.first_error(error))
+
+    @rule(index=workers, data=st.data())
+    def cancelled(self, index: int, data: st.DataObject) -> None:
+        if (task := self.one_sent(index, data)) is not None:
+            assert self.scheduler.cancelled(index, task.id) is task
+            self.sent[index].remove(task)
+            self.end([task], State.CANCELLED)
+
+    @rule(index=workers, data=st.data())
+    def outcome_of_what_it_does_not_have(self, index: int, data: st.DataObject) -> None:
+        mine = self.sent[index] + self.strays[index]
+        others = [task.id for task in self.all if task not in mine] + [len(self.all) + 1]
+        number = data.draw(st.sampled_from(others))
+        assert self.scheduler.finish(index, number, 1.0) is None
+        assert self.scheduler.fail(index, number, ValueError()) == (None, [])
+        assert self.scheduler.cancelled(index, number) is None
+        assert self.scheduler.give_back(index, [number]) == []
+
+    @rule(index=workers, data=st.data())
+    def give_back(self, index: int, data: st.DataObject) -> None:
+        chosen = data.draw(st.sets(st.sampled_from(self.sent[index]))) if self.sent[index] else set()
+        tasks = [task for task in self.sent[index] if task in chosen]
+        cancelled = self.scheduler.give_back(index, [task.id for task in tasks])
+        for task in tasks:
+            self.sent[index].remove(task)
+            self.started[task] -= 1
+            self.asked[index] = None if self.asked[index] is task else self.asked[index]
+        assert same(cancelled, self.back_to_queue(tasks))
+
+    @rule(index=workers, data=st.data())
+    def run_again(self, index: int, data: st.DataObject) -> None:
+        if (task := self.one_sent(index, data)) is not None:
+            cancelled = self.scheduler.run_again(index, [task.id])
+            self.sent[index].remove(task)
+            self.asked[index] = None if self.asked[index] is task else self.asked[index]
+            self.started[task] -= 1  # its owner counts these
+            self.begun.add(task)
+            assert same(cancelled, self.back_to_queue([task]))
+
+    @rule(index=workers)
+    def lose(self, index: int) -> None:
+        assert self.scheduler.lose(index) == bool(self.sent[index] or self.limbo[index])
+        for task in self.sent[index][1:]:
+            self.started[task] -= 1  # a worker runs its functions in order
+        self.limbo[index] += self.sent[index]
+        self.begun.update(self.limbo[index])
+        self.sent[index], self.strays[index] = [], []
+        self.up[index] = False
+
+    @rule(index=workers)
+    def requeue(self, index: int) -> None:
+        if self.up[index]:
+            return
+        exhausted = RuntimeError("all attempts are spent")
+        failed, cancelled = self.scheduler.requeue(index, exhausted)
+        tasks, self.limbo[index] = self.limbo[index], []
+        spent = [task for task in tasks if self.started[task] >= MAX_ATTEMPTS]
+        expected = self.back_to_queue([task for task in tasks if task not in spent])
+        for task in spent:
+            if self.error is None and task not in self.withdrawn:
+                assert failed.pop(0) is task
+                self.end([task], State.FAILED)
+                expected += [] if task.apart else self.first_error(exhausted)
+            else:
+                self.end([task], State.CANCELLED)
+                expected.append(task)
+        assert failed == []
+        assert same(cancelled, expected)
+
+    @rule(final=st.sampled_from([False, False, False, True]))
+    def abort(self, final: bool) -> None:
+        error = OSError("from outside")
+        cancelled = self.scheduler.abort(error, final=final)
+        expected: list[Task[str]] = []
+        if final:
+            expected, self.limbo = [task for limbo in self.limbo for task in limbo], [[] for _ in range(WORKERS)]
+            self.end(expected, State.CANCELLED)
+        if self.error is None or (final and not self.final):
+            expected += self.first_error(error)
+        self.final = self.final or final
+        assert same(cancelled, expected)
+
+    @rule()
+    def steal(self) -> None:
+        found = self.scheduler.to_steal()
+        most = max(map(len, self.sent))
+        if self.queued() or self.error is not None or most < 2:
+            assert found is None
+        else:
+            assert found is not None
+            index, tasks = found
+            held = self.sent[index]
+            assert len(held) == most
+            assert 0 < len(tasks) < len(held)
+            assert list(tasks) == held[-len(tasks) :], "the later ones: what it runs is the first"
+
+    # What always holds
+
+    @invariant()
+    def everything_holds(self) -> None:
+        scheduler = self.scheduler
+        scheduler.check()
+        assert scheduler.error is self.error
+        assert scheduler.queued == len(self.queued())
+        assert scheduler.begun == [task for task in self.queue if task in self.begun]
+        assert scheduler.next_one is next(
+            (task for task in self.queue if task in self.begun), next(iter(self.queue), None)
+        )
+        assert all(task.begun == (task in self.begun) for task in self.all)
+        assert scheduler.waiting == len(self.queue) + len(self.blocked)
+        assert scheduler.in_flight == sum(map(len, self.sent)) + sum(map(len, self.limbo)) + len(self.landing)
+        assert scheduler.idle == (len(self.ended) == len(self.all) and not self.landing)
+        assert scheduler.is_shutting_out == bool(self.landing)
+        assert list(scheduler.strays) == [(i, task) for i in range(WORKERS) for task in self.strays[i]]
+        assert [scheduler.recallable(index) for index in range(WORKERS)] == self.sent
+        places = {
+            State.QUEUED: self.queue,
+            State.BLOCKED: self.blocked,
+            State.SENT: [task for sent in self.sent for task in sent],
+            State.LIMBO: [task for limbo in self.limbo for task in limbo],
+        }
+        for state, tasks in places.items():
+            assert all(task.state is state for task in tasks)
+        assert all(task.state is state for task, state in self.ended.items())
+        assert same([task for tasks in places.values() for task in tasks] + list(self.ended), self.all), "nothing lost"
+        assert sorted(scheduler.ended) == sorted(task.id for task in self.ended), "each end is reported once"
+        assert all(worker.window <= MAX_WINDOW for worker in scheduler.workers)
+
+    def teardown(self) -> None:
+        """However it stands: once the workers return and run what they get, everything ends."""
+        self.scheduler.shut_out()
+        self.landing.clear()
+        for index in range(WORKERS):
+            self.lose(index)
+            self.requeue(index)
+        for task in list(self.blocked):
+            while task.blockers:
+                self.scheduler.unblock(task)
+            self.blocked.remove(task)
+            self.queue.append(task)
+        self.worker_up(0)
+        if self.cuts and self.cutter is None and self.queue:  # a cut can be made, since what has begun is run
+            while any(task in self.begun for task in self.queue):
+                self.take(0)
+                for task in list(self.sent[0]):
+                    self.finish_one(task)
+            self.cutter = self.cuts[0]
+            assert self.scheduler.take_cut(self.cutter)
+            self.everything_holds()
+            assert self.scheduler.take(0) == [], "nothing is sent while it is held"
+        for cut in list(self.cuts):
+            self.scheduler.end_cut(cut)
+        self.cuts, self.cutter = [], None
+        while self.queue:
+            self.take(0)
+            for task in list(self.sent[0]):
+                self.finish_one(task)
+        self.everything_holds()
+        assert self.scheduler.idle
+        assert self.scheduler.take_error() is self.error
+
+    def finish_one(self, task: Task[str]) -> None:
+        assert self.scheduler.finish(0, task.id, 0.001) is task
+        self.sent[0].remove(task)
+        self.end([task], State.DONE)
+
+
+def same(found: Sequence[Task[str]], expected: Sequence[Task[str]]) -> bool:
+    """The same tasks, in any order, none twice."""
+    return sorted(task.id for task in found) == sorted(task.id for task in expected)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.__doc__ = (
+    "Nothing is lost, nothing is in two places, the order is kept, the first error wins once; no cut has a half."
+)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+
+
+def scheduler_with(
+    tasks: int, *, up: int = 1, max_attempts: int = MAX_ATTEMPTS
+) -> tuple[Scheduler[int], list[Task[int]]]:
+    """A scheduler with functions in its queue and workers that are up."""
+    scheduler: Scheduler[int] = Scheduler(WORKERS, max_attempts)
+    made = [Task(number) for number in range(tasks)]
+    for task in made:
+        scheduler.add(task)
+    for index in range(up):
+        scheduler.worker_up(index)
+    return scheduler, made
+
+
+def quick_worker(scheduler: Scheduler[int], index: int) -> None:
+    """Let the worker run one function in no time, so that it gets many at once."""
+    (task,) = scheduler.take(index)
+    scheduler.finish(index, task.id, 1e-6)
+
+
+def test_lost_functions_go_to_the_head_in_their_order() -> None:
+    """What a lost worker had runs before what was never sent, the oldest first."""
+    scheduler, tasks = scheduler_with(8)
+    quick_worker(scheduler, 0)
+    taken = scheduler.take(0)
+    assert taken == tasks[1:]
+    late = Task(99)
+    scheduler.add(late)
+    scheduler.lose(0)
+    assert scheduler.take(1) == [], "nothing of it runs before the servers have closed the worker's incarnation"
+    assert scheduler.requeue(0) == ([], [])
+    scheduler.worker_up(1)
+    order: list[Task[int]] = []
+    while batch := scheduler.take(1):
+        order += batch
+        for task in batch:
+            scheduler.finish(1, task.id, 1.0)
+    assert order == [*tasks[1:], late]
+
+
+def test_a_death_is_an_attempt_of_the_oldest_only() -> None:
+    """A worker that dies costs an attempt to the function it ran, not to those that waited behind it."""
+    scheduler, (first, *rest) = scheduler_with(8, max_attempts=2)
+    for death in (1, 2):
+        scheduler.workers[0].seconds = 1e-6
+        assert scheduler.take(0) == [first, *rest]
+        scheduler.lose(0)
+        assert [task.attempts for task in (first, *rest)] == [death] + [0] * 7
+        failed, cancelled = scheduler.requeue(0, RuntimeError("spent"))
+        scheduler.worker_up(0)
+    assert failed == [first]
+    assert same_ids(cancelled, rest)
+
+
+def test_what_is_given_back_counts_as_never_started() -> None:
+    """A worker may give functions back more often than a function has attempts."""
+    scheduler, (task,) = scheduler_with(1, max_attempts=1)
+    for _ in range(5):
+        assert scheduler.take(0) == [task]
+        assert scheduler.give_back(0, [task.id]) == []
+    assert scheduler.take(0) == [task]
+    assert scheduler.finish(0, task.id, 1.0) is task
+    assert task.attempts == 1
+
+
+def test_first_error_wins_and_is_taken_once() -> None:
+    """The second error is not kept; the first can be taken when nothing executes, and then the queue is as new."""
+    scheduler, tasks = scheduler_with(5, up=3)
+    first, second = (scheduler.take(index)[0] for index in range(2))
+    assert scheduler.fail(0, first.id, ValueError("first")) == (first, tasks[2:])
+    assert scheduler.take_error() is None, "another one still executes"
+    assert scheduler.fail(1, second.id, ValueError("second")) == (None, [second])
+    error = scheduler.take_error()
+    assert str(error) == "first"
+    assert scheduler.take_error() is None
+    again = Task(7)
+    scheduler.add(again)
+    assert scheduler.take(2) == [again]
+
+
+def test_a_final_error_stays() -> None:
+    """A lost parameter server is told of by every later call, and no later error hides it."""
+    scheduler, tasks = scheduler_with(3)
+    scheduler.take(0)
+    scheduler.lose(0)
+    lost = OSError("the server")
+    assert same_ids(scheduler.abort(lost, final=True), tasks)
+    scheduler.abort(ValueError("later"), final=False)
+    scheduler.abort(ValueError("much later"), final=True)
+    assert [scheduler.take_error(), scheduler.take_error()] == [lost, lost]
+    assert scheduler.idle
+
+
+def same_ids(found: Sequence[Task[int]], expected: Sequence[Task[int]]) -> bool:
+    """The same tasks, in any order."""
+    return sorted(task.id for task in found) == sorted(task.id for task in expected)
+
+
+@pytest.mark.parametrize("up", [1, 2, 3])
+def test_a_worker_takes_no_more_than_its_share(up: int) -> None:
+    """A quick worker leaves the others their part of a short queue."""
+    scheduler, _ = scheduler_with(13, up=up)
+    quick_worker(scheduler, 0)
+    assert len(scheduler.take(0)) == 12 // up
+
+
+def test_a_worker_of_unknown_speed_gets_one_function() -> None:
+    """Before a worker has finished anything it has one function, however long the queue; after a return again."""
+    scheduler, _ = scheduler_with(50)
+    assert len(scheduler.take(0)) == 1
+    assert scheduler.take(0) == []
+    scheduler.lose(0)
+    scheduler.requeue(0)
+    scheduler.worker_up(0)
+    assert len(scheduler.take(0)) == 1
