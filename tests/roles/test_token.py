@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +41,7 @@ from pscluster.core.serving import RoleOptions
 from pscluster.core.tokens import MIN_BITS, strength
 
 TOKEN = "correct-horse-battery-staple"
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 WRONG: dict[str, Metadata] = {
     "none": (),
     "the token itself": (("authorization", f"Bearer {TOKEN}"),),
@@ -135,7 +137,7 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
     with Roles(cluster, tmp_path, {**WITH_TOKEN, "PSCLUSTER_OPEN_HEALTH": "1"}) as roles:
         roles.ps()
         until(lambda: run("health", address, **NONE)[0] == 0, "the server serves")
-        with grpc.insecure_channel(address) as channel:
+        with ExitStack() as stack, grpc.insecure_channel(address) as channel:
             for service in SERVICES["ps"]:
                 for method in methods(service):
                     error = call(channel, method)
@@ -149,7 +151,12 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 grpc.StatusCode.CANCELLED,
             }
-            assert run("health", address, **NONE)[0] == 0, "a probe's own connection has its places"
+            more = [stack.enter_context(grpc.insecure_channel(address, options=OWN_CONNECTION)) for _ in range(10)]
+            checks = [cast("Any", each.stream_unary(PATH)) for each in more]
+            held += [check.future(iter(over.wait, True)) for check in checks for _ in range(4)]
+            until(lambda: sum(each.done() for each in held[40:]) >= 8, "all places are taken")
+            probe: Any = stack.enter_context(grpc.insecure_channel(address, options=OWN_CONNECTION)).unary_unary(PATH)
+            assert probe(b"", timeout=SECONDS), "a probe finds a place all the same"
             assert run("health", address, **WITH_TOKEN)[0] == 0
             until(lambda: all(each.done() for each in held), "who sends nothing is given up")
             over.set()
