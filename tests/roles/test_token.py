@@ -35,6 +35,7 @@ from tests.roles.processes import (
 from tests.roles.wire import SECONDS, SERVICES, Metadata, with_token
 
 from pscluster.core.errors import KIND_METADATA
+from pscluster.core.limits import MAX_METADATA
 from pscluster.core.open_health import PATH
 from pscluster.core.rpc import Method, methods
 from pscluster.core.serving import RoleOptions
@@ -143,6 +144,10 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
                     error = call(channel, method)
                     refused = error is not None and error.code() == grpc.StatusCode.UNAUTHENTICATED
                     assert refused == (method.path != PATH), method.path
+            alone = stack.enter_context(grpc.insecure_channel(address, options=OWN_CONNECTION))
+            error = call(alone, method, [("x", "")] * (MAX_METADATA + 1))
+            assert error is not None
+            assert error.code() == grpc.StatusCode.UNAVAILABLE, "a large head gets no answer"
             # Without an end of what is sent, and nothing sent: each has a place until its time is over.
             over, check = threading.Event(), cast("Any", channel.stream_unary(PATH))
             held = [check.future(iter(over.wait, True)) for _ in range(40)]
