@@ -1,4 +1,4 @@
-"""A client that means harm, without a token: what it does to the port of a role."""
+"""A client that means harm, without a token unless it is given proofs: what it does to the port of a role."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
+from pscluster.core.security.authenticator import CALL_METADATA
 from pscluster.core.transport.methods import methods
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -101,16 +102,15 @@ def bombs(address: str, services: tuple[ServiceDescriptor, ...]) -> None:
 
 
 @contextmanager
-def half_messages(
-    address: str, path: str, more: tuple[tuple[str, str], ...], size: int, streams: int
-) -> Iterator[tuple[int, set[int]]]:
-    """Calls on one connection, each with all but one byte of a message: the bytes that were taken, and the calls that
-    were ended. Nothing is sent beyond what the role has room for, as HTTP/2 wants it."""
-    calls, initial, ended = [2 * number + 1 for number in range(streams)], 65535, set[int]()
+def half_messages(address: str, path: str, proofs: Sequence[str], size: int) -> Iterator[tuple[int, set[int]]]:
+    """Calls on one connection, one for each proof, each with all but one byte of a message: the bytes that were taken,
+    and the calls that were ended. Nothing is sent beyond what the role has room for, as HTTP/2 wants it."""
+    calls, initial, ended = [2 * number + 1 for number in range(len(proofs))], 65535, set[int]()
     with opened(address) as connection:
         connection.sendall(PREFACE + frame(_SETTINGS, 0, 0))
         room, left, sent, buffer = {0: 65535} | dict.fromkeys(calls, initial), dict.fromkeys(calls, size - 1), 0, b""
-        for call in calls:
+        for call, proof in zip(calls, proofs, strict=True):
+            more = ((CALL_METADATA, proof),)
             connection.sendall(head(path, call, more=more) + frame(_DATA, 0, call, struct.pack(">BI", 0, size)))
             room[call], room[0] = room[call] - 5, room[0] - 5
         connection.settimeout(0.5)

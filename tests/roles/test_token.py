@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -34,12 +35,14 @@ from tests.roles.processes import (
 from tests.roles.wire import SECONDS, SERVICES, Metadata, with_token
 
 from pscluster.core.errors import KIND_METADATA
+from pscluster.core.limits import MAX_METADATA
 from pscluster.core.role.open_health import PATH
 from pscluster.core.role.server import RoleOptions
 from pscluster.core.security.tokens import MIN_BITS, strength
 from pscluster.core.transport.methods import Method, methods
 
 TOKEN = "correct-horse-battery-staple"
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 WRONG: dict[str, Metadata] = {
     "none": (),
     "the token itself": (("authorization", f"Bearer {TOKEN}"),),
@@ -135,12 +138,16 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
     with Roles(cluster, tmp_path, {**WITH_TOKEN, "PSCLUSTER_OPEN_HEALTH": "1"}) as roles:
         roles.ps()
         until(lambda: run("health", address, **NONE)[0] == 0, "the server serves")
-        with grpc.insecure_channel(address) as channel:
+        with ExitStack() as stack, grpc.insecure_channel(address) as channel:
             for service in SERVICES["ps"]:
                 for method in methods(service):
                     error = call(channel, method)
                     refused = error is not None and error.code() == grpc.StatusCode.UNAUTHENTICATED
                     assert refused == (method.path != PATH), method.path
+            alone = stack.enter_context(grpc.insecure_channel(address, options=OWN_CONNECTION))
+            error = call(alone, method, [("x", "")] * (MAX_METADATA + 1))
+            assert error is not None
+            assert error.code() == grpc.StatusCode.UNAVAILABLE, "a large head gets no answer"
             # Without an end of what is sent, and nothing sent: each has a place until its time is over.
             over, check = threading.Event(), cast("Any", channel.stream_unary(PATH))
             held = [check.future(iter(over.wait, True)) for _ in range(40)]
@@ -149,7 +156,12 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 grpc.StatusCode.CANCELLED,
             }
-            assert run("health", address, **NONE)[0] == 0, "a probe's own connection has its places"
+            more = [stack.enter_context(grpc.insecure_channel(address, options=OWN_CONNECTION)) for _ in range(10)]
+            checks = [cast("Any", each.stream_unary(PATH)) for each in more]
+            held += [check.future(iter(over.wait, True)) for check in checks for _ in range(4)]
+            until(lambda: sum(each.done() for each in held[40:]) >= 8, "all places are taken")
+            probe: Any = stack.enter_context(grpc.insecure_channel(address, options=OWN_CONNECTION)).unary_unary(PATH)
+            assert probe(b"", timeout=SECONDS), "a probe finds a place all the same"
             assert run("health", address, **WITH_TOKEN)[0] == 0
             until(lambda: all(each.done() for each in held), "who sends nothing is given up")
             over.set()

@@ -134,6 +134,6 @@ class Frames:
         return iter(self._queue.get, None)
 
 
-def with_token(channel: grpc.Channel, token: str) -> grpc.Channel:
+def with_token(channel: grpc.Channel, token: str) -> AuthenticatedChannel:
     """The same channel, whose calls prove that the token is known."""
     return AuthenticatedChannel(channel, Secret.of(token), "an address")

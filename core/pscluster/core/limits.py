@@ -53,7 +53,7 @@ MAX_CALL_BYTES = 64 << 10
 """Of what opens a call on the data plane: its method and its metadata."""
 
 MAX_METADATA = 64
-"""Pairs of metadata of a call on the data plane. Ours have fewer than ten."""
+"""Pairs of metadata of a call. Ours have fewer than ten."""
 
 _UNREAD_BYTES = 64 << 10
 

@@ -47,6 +47,8 @@ def test_beyond_its_answers_a_connection_is_held_and_closed() -> None:
     refusals = exhausted()
     assert not refusals.refused("ipv4:10.0.0.1:1", 0.0)
     assert refusals.refused("ipv4:10.0.0.2:1", 0.0)
+    assert not refusals.refused("ipv4:10.0.0.2:1", 0.0, is_large=True)
+    refusals.accepted("ipv4:10.0.0.2:1")
     assert refusals.due(HOLD_SECONDS / 2) == set()
     assert refusals.due(HOLD_SECONDS) == {"ipv4:10.0.0.1:1"}
     assert refusals.due(HOLD_SECONDS) == set()

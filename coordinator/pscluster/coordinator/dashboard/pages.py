@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.core.security.http_access import CertificateFiles, Visitors
@@ -54,6 +57,15 @@ _LOGIN = """<!doctype html>
 <form method="get" action="/"><label>Cluster token <input name="token" type="password" autocomplete="off"></label>
 <button>Look</button></form></main></html>
 """
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Is this of a failure of ours? What is no HTTP, and who goes away, gets no line: strangers would fill the log."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | ConnectionError))
+
+
+_log = logging.getLogger(f"{__name__}.http")
+_log.addFilter(_is_ours)
 
 
 class _Sessions:
@@ -110,7 +122,8 @@ class Site:
         app.router.add_get(r"/error/{number:\d{1,15}}", self._error)
         for path, (name, kind) in _ASSETS.items():
             app.router.add_get(path, _asset(name, kind))
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=30.0, shutdown_timeout=0.5)
+        options: dict[str, Any] = {"access_log": None, "keepalive_timeout": 30.0, "logger": _log}
+        runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.5, **options)
         await runner.setup()
         assert runner.server is not None  # set up
         listener.setblocking(False)

@@ -2,7 +2,8 @@
 
 The check of gRPC's health service is opened, and nothing else: not its `Watch`, whose calls last. An unauthenticated
 check gets one of a few places, and `_SECONDS` to bring its request. A connection holds at most `_PER_CONNECTION` of
-them, so that a peer that opens calls and sends nothing does not keep probes on other connections out.
+them. Where all are taken, the check that has waited longest on the connection that holds most makes room: a probe sends
+its request at once, and whoever opens calls and sends nothing keeps nobody out, on however many connections.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class OpenHealth:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: Counter[str] = Counter()  # calls by connection
+        self._waiting: dict[grpc.ServicerContext, str] = {}  # each call's connection; the longest first
         self._patience = Patience(_SECONDS)
 
     def handler(self, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
@@ -50,25 +51,25 @@ class OpenHealth:
 
     @contextmanager
     def _place(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """Hold a place while the call runs; refuse the call (RESOURCE_EXHAUSTED) where there is none."""
-        connection = context.peer()
+        """Hold a place while the call runs; refuse it (RESOURCE_EXHAUSTED) where its connection holds enough."""
+        connection, ousted = context.peer(), None
         with self._lock:
-            refusal = self._refusal(connection)
-            if refusal is None:
-                self._running[connection] += 1
-        if refusal is not None:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
+            held = Counter(self._waiting.values())
+            if has_place := held[connection] < _PER_CONNECTION:
+                if len(self._waiting) >= _PLACES:
+                    most = max(held.values())
+                    ousted = next(call for call, of in self._waiting.items() if held[of] == most)
+                    del self._waiting[ousted]
+                self._waiting[context] = connection
+        if not has_place:
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"more than {_PER_CONNECTION} health checks without a token at once on one connection",
+            )
+        if ousted is not None:
+            ousted.cancel()
         try:
             yield
         finally:
             with self._lock:
-                self._running[connection] -= 1
-                if not self._running[connection]:
-                    del self._running[connection]
-
-    def _refusal(self, connection: str) -> str | None:
-        if self._running[connection] >= _PER_CONNECTION:
-            return f"more than {_PER_CONNECTION} health checks without a token at once on one connection"
-        if self._running.total() >= _PLACES:
-            return f"more than {_PLACES} health checks without a token at once"
-        return None
+                self._waiting.pop(context, None)

@@ -533,8 +533,8 @@ class RoleServer:
     def _greet(self, peer: str) -> None:
         self._doorkeeper.greet(peer)
 
-    def _refused(self, peer: str, *, unknown_session: bool = False) -> bool:
-        return self._doorkeeper.refused(peer, unknown_session=unknown_session)
+    def _refused(self, peer: str, *, unknown_session: bool = False, is_large: bool = False) -> bool:
+        return self._doorkeeper.refused(peer, unknown_session=unknown_session, is_large=is_large)
 
     def _not_ready(self) -> str:
         return self.node.not_ready() if self._serving else "it waits for the tasks that it needs"

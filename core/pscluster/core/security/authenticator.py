@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pscluster.core.errors import KIND_METADATA, AuthenticationError, ProtocolError, PsClusterError, kind_of
+from pscluster.core.limits import MAX_METADATA
 from pscluster.core.role.open_health import PATH as HEALTH_PATH
 from pscluster.core.role.open_health import OpenHealth
 from pscluster.core.security.access import of_the_first
@@ -43,7 +44,7 @@ REQUEST_SECONDS = 30.0
 class Refused(Protocol):
     """Is told of every call that was refused; is it to be answered?"""
 
-    def __call__(self, peer: str, /, *, unknown_session: bool = False) -> bool: ...
+    def __call__(self, peer: str, /, *, unknown_session: bool = False, is_large: bool = False) -> bool: ...
 
 
 class Endable(Protocol):
@@ -187,6 +188,7 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
         self._unknown = _refusing(
             ((SESSION_METADATA, UNKNOWN_SESSION),), functools.partial(refused, unknown_session=True)
         )
+        self._large = _refusing((), functools.partial(refused, is_large=True))
         self._handshake = _without_waiting(
             self._shake_hands, "handshakes", authentication_pb2.HandshakeReply.SerializeToString
         )
@@ -197,8 +199,9 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Let the call through, or answer it with UNAUTHENTICATED."""
+        is_large = len(details.invocation_metadata or ()) > MAX_METADATA
         if details.method == HANDSHAKE_PATH:
-            return self._handshake
+            return self._large if is_large else self._handshake
         text = ""
         for key, value in details.invocation_metadata or ():
             if key == CALL_METADATA:
@@ -208,6 +211,8 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
         if session is not None and header is not None:
             proof = session.keys.answer_proof(details.method, header.counter)
             return _proving(handler or _MISSING, details.method, proof, session, self._authenticator, self._patience)
+        if is_large:
+            return self._large
         if header is not None and not self._authenticator.knows(header):
             return self._unknown
         if self._open_health is not None and handler is not None and details.method == HEALTH_PATH:

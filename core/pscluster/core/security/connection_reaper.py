@@ -72,9 +72,9 @@ class Doorkeeper:
         if self.refusals.pending:
             self.refusals.accepted(peer)
 
-    def refused(self, peer: str, *, unknown_session: bool = False) -> bool:
+    def refused(self, peer: str, *, unknown_session: bool = False, is_large: bool = False) -> bool:
         """A call of this peer was refused; is it to be answered? Else its connection is closed soon."""
-        answered = self.refusals.refused(peer, time.monotonic(), unknown_session=unknown_session)
+        answered = self.refusals.refused(peer, time.monotonic(), unknown_session=unknown_session, is_large=is_large)
         if not answered:
             self._known.discard(peer)
             self._refused.set()

@@ -1,10 +1,11 @@
 """Decides what becomes of refused calls, so that strangers cost a role little. No I/O; `Doorkeeper` does what is due.
 
 A refused call is answered as long as its address, and all addresses together, have not had many: a bucket each that
-fills again with time. Beyond that it is held: it gets no answer, and its connection is closed a second later, or at the
-next look if it holds many. So whoever calls in a loop has to wait. Nobody who may call is ever held for what others at
-the same address do, but for one thing: a call of a session that a restarted role does not know has to be answered, or
-its client would never begin another. The first few of each connection always are.
+fills again with time. Beyond that, and always where its head is large, it is held: it gets no answer, and its
+connection is closed a second later, or at the next look if it holds many. So whoever calls in a loop has to wait.
+Nobody who may call is ever held for what others at the same address do, but for one thing: a call of a session that a
+restarted role does not know has to be answered, or its client would never begin another. The first few of each
+connection always are.
 
     connection:  quiet --refused, bucket empty--> held since t --t + 1 s, or many held--> due (closed)
                    ^------------a call of it is accepted--------|
@@ -99,14 +100,18 @@ class Refusals:
         """Is something remembered of a connection? Read without the lock, by every call that is accepted."""
         return bool(self._held or self._unknown)
 
-    def refused(self, peer: str, now: float, *, unknown_session: bool = False) -> bool:
-        """Note a refused call; is it to be answered? Else it is held until its connection is closed."""
+    def refused(self, peer: str, now: float, *, unknown_session: bool = False, is_large: bool = False) -> bool:
+        """Note a refused call; is it to be answered? Else it is held until its connection is closed.
+
+        One whose head is larger than any of ours never is: it costs as much as hundreds.
+        """
         address = address_of(peer)
         with self._lock:
             self.total += 1
             named = address if address in self._unreported or len(self._unreported) < _MAX_ADDRESSES else "others"
             self._unreported[named] += 1
-            if self._answers(address, now) or not self._can_close or peer.startswith("unix:"):
+            answers = self._answers(address, now) and not is_large
+            if answers or not self._can_close or peer.startswith("unix:"):
                 return True
             if len(self._unknown) + len(self._held) >= _MAX_CONNECTIONS:
                 return True

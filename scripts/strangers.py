@@ -1,0 +1,234 @@
+"""What strangers without a token cost a job: python scripts/strangers.py --rounds 60.
+
+A cluster's job runs for a second beside a loop that is held to half a core, then for a second beside a client, held to
+half a core, that calls the server without a token on 32 connections, then beside the loop, and so on. Says what
+strangers leave of the rate beside the loop, and what both cost the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import selectors
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.roles.hostile import PREFACE, frame, head, opened  # noqa: E402
+
+from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable  # noqa: E402
+
+SHARE = 0.5
+_DATA, _RST_STREAM, _SETTINGS, _END = 0, 3, 4, 1
+_PATH = "/pscluster.v1.ParameterServer/Session"
+_EMPTY = b"\x0f\x28\x00"  # a name of HPACK's table, and an empty value
+
+
+class Share:
+    """Holds this process to its share of a core, counted from the last time that it went on."""
+
+    def __init__(self) -> None:
+        self._begin()
+        signal.signal(signal.SIGCONT, self._begin)
+
+    def _begin(self, *_: object) -> None:
+        self._had, self._since = time.process_time(), time.monotonic()
+
+    def rest(self) -> None:
+        """Sleep as long as it has had more."""
+        over = time.process_time() - self._had - SHARE * (time.monotonic() - self._since)
+        if over > 0.002:
+            time.sleep(over / SHARE)
+
+
+class Stranger:
+    """A connection on which one call without a token follows the other."""
+
+    def __init__(self, address: str, pairs: int) -> None:
+        self._address, self._pairs = address, pairs
+        self.calls = self.connections = 0
+        self.socket: socket.socket
+        self.open()
+
+    def open(self) -> None:
+        """Connect, and call."""
+        self.socket = opened(self._address)
+        self.socket.sendall(PREFACE + frame(_SETTINGS, 0, 0))
+        self._stream, self._buffer = -1, b""
+        self.connections += 1
+        self._call()
+
+    def _call(self) -> None:
+        self._stream += 2
+        self.calls += 1
+        data = head(_PATH, self._stream)
+        if self._pairs:
+            block = data[9:] + _EMPTY * self._pairs
+            data = b""
+            while block or not data:
+                kind = 9 if data else 1
+                data += frame(kind, 4 if len(block) <= 16384 else 0, self._stream, block[:16384])
+                block = block[16384:]
+        self.socket.sendall(data + frame(_DATA, _END, self._stream))
+
+    def react(self) -> None:
+        """Read what came; call again if the call has ended, and connect again if the connection has."""
+        try:
+            data = self.socket.recv(1 << 16)
+            self._buffer += data
+            if not data:
+                raise ConnectionResetError
+            while len(self._buffer) >= 9 and len(self._buffer) >= 9 + int.from_bytes(self._buffer[:3]):
+                length, kind, flags = int.from_bytes(self._buffer[:3]), self._buffer[3], self._buffer[4]
+                ended = int.from_bytes(self._buffer[5:9]) == self._stream
+                self._buffer = self._buffer[9 + length :]
+                if kind == _SETTINGS and not flags:
+                    self.socket.sendall(frame(_SETTINGS, 1, 0))
+                elif ended and (kind == _RST_STREAM or (kind == 1 and flags & _END)):
+                    self._call()
+        except OSError:
+            self.socket.close()
+            self.open()
+
+
+def call(address: str, count: int, pairs: int, *, fresh: bool) -> None:
+    """Call until killed; say every second how often, on how many connections."""
+    strangers = [Stranger(address, pairs) for _ in range(count)]
+
+    share = Share()
+    with selectors.DefaultSelector() as selector:
+        for each in strangers:
+            selector.register(each.socket, selectors.EVENT_READ, each)
+        said = time.monotonic()
+        while True:
+            if time.monotonic() > said + 1:
+                said = time.monotonic()
+                print(
+                    f"{sum(a.calls for a in strangers):,} calls on {sum(a.connections for a in strangers):,}",
+                    flush=True,
+                )
+            for key, _ in selector.select(1):
+                stranger: Stranger = key.data
+                old = stranger.socket
+                selector.unregister(old)
+                with suppress(OSError):
+                    if fresh:
+                        old.close()
+                        stranger.open()
+                    else:
+                        stranger.react()
+                selector.register(stranger.socket, selectors.EVENT_READ, stranger)
+                share.rest()
+
+
+def burn() -> None:
+    """Take half a core, and nothing else, until killed."""
+    share = Share()
+    while True:
+        sum(range(10_000))
+        share.rest()
+
+
+class Other:
+    """Another process of this program, which works while it is let."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+        time.sleep(3)  # its own start is no load
+        self._process.send_signal(signal.SIGSTOP)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """It works in the block."""
+        self._process.send_signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def end(self) -> str:
+        """End it; the last line that it has said."""
+        self._process.kill()
+        return self._process.communicate()[0].strip().rpartition("\n")[2]
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=0, help="Empty pairs of metadata in each call.")
+    parser.add_argument("--fresh", action="store_true", help="A new connection for each call.")
+    parser.add_argument("--call", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("--burn", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.burn:
+        burn()
+    if arguments.call:
+        call(arguments.call, arguments.connections, arguments.pairs, fresh=arguments.fresh)
+    with (
+        LocalCluster(1, 1, transport="tcp", log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster) as strategy,
+    ):
+        with strategy.scope():
+            w = Variable(np.zeros(4, np.float32), name="w")
+        coordinator = ClusterCoordinator(strategy)
+
+        def step() -> None:
+            w.assign_add(np.ones(4, np.float32))
+
+        def rate(seconds: float) -> float:
+            begin, done = time.monotonic(), 0
+            while time.monotonic() < begin + seconds:
+                for _ in range(50):
+                    coordinator.schedule(step)
+                coordinator.join(timeout=120)
+                done += 50
+            return done / (time.monotonic() - begin)
+
+        def cpu() -> float:
+            fields = Path(f"/proc/{cluster.pids['ps', 0]}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+        address = cluster.cluster_spec().task_address("ps", 0)
+        more: tuple[str, ...] = ("--connections", str(arguments.connections), "--pairs", str(arguments.pairs))
+        if arguments.fresh:
+            more = (*more, "--fresh")
+        rate(2)
+        kinds = {"loop": Other("--burn"), "strangers": Other("--call", address, *more)}
+        rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+        shares: dict[str, list[float]] = {kind: [] for kind in kinds}
+        try:
+            for _ in range(arguments.rounds):
+                for kind, other in kinds.items():
+                    with other.working():
+                        begin, before = time.monotonic(), cpu()
+                        rates[kind].append(rate(arguments.seconds))
+                        shares[kind].append((cpu() - before) / (time.monotonic() - begin))
+        finally:
+            said = [other.end() for other in kinds.values()][-1]
+    ratios = [ours / theirs for ours, theirs in zip(rates["strangers"], rates["loop"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    for kind in kinds:
+        print(
+            f"{kind}: {statistics.mean(rates[kind]):.0f} functions/s, server {statistics.mean(shares[kind]):.2f} core"
+        )
+    print(f"strangers made {said} connections in {arguments.rounds * arguments.seconds:.0f} s and left ", end="")
+    print(f"{sum(rates['strangers']) / sum(rates['loop']):.2f} of the rate beside the loop", end="")
+    print(f" (median of rounds {middle:.2f}, quartiles {low:.2f} and {high:.2f})")
+
+
+if __name__ == "__main__":
+    main()
