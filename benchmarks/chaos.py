@@ -1,7 +1,7 @@
 """Training while a fault strikes every few seconds, and what it cost: `make chaos`.
 
     python benchmarks/chaos.py [--job digits|embedding]... [--faults workers|all] [--durability KIND] [--seconds S]
-                               [--every S] [--seed N] [--short]
+                               [--every S] [--seed N] [--tls] [--short]
 
 A real training job runs on 2 parameter servers and 3 workers, on two clusters in turn: one is left alone, the other
 gets a fault, drawn by a seeded generator, every 10 s of its time. Slices of both alternate, so that what disturbs the
@@ -55,6 +55,7 @@ from pscluster.coordinator import (  # noqa: E402
     Variable,
     optimizers,
 )
+from pscluster.core.security.tls import TLS_VARIABLE  # noqa: E402
 
 NUM_PS, NUM_WORKERS, BATCH = 2, 3, 64
 AHEAD = 30  # functions that are scheduled and not done
@@ -87,6 +88,7 @@ PS_FAULTS = (
     "slow link of a ps and the workers",
     "bad link of a ps and the workers",
     "disk full",
+    "coordinator frozen",
 )
 SLOW = 100_000.0  # bytes/s
 LATE = 0.3  # seconds, at most, for which a bad link keeps a piece
@@ -95,7 +97,7 @@ LATE = 0.3  # seconds, at most, for which a bad link keeps a piece
 class Job:
     """A cluster that trains, and counts what it does."""
 
-    def __init__(self, name: str, durability: str, stack: contextlib.ExitStack, folder: Path) -> None:
+    def __init__(self, name: str, durability: str, tls: bool, stack: contextlib.ExitStack, folder: Path) -> None:
         self.name = name
         self.disk = folder
         self.marks = stack.enter_context(tempfile.TemporaryDirectory(prefix="pscluster-marks-"))
@@ -107,6 +109,7 @@ class Job:
             durability=durability,
             state_dir=folder,
             max_restarts=10_000,
+            tls=tls,
         )
         self.cluster = stack.enter_context(cluster)
         # The coordinator has links to the servers of its own: over gRPC, as wherever a role has another address.
@@ -114,6 +117,8 @@ class Job:
             stack.enter_context(Proxy(cluster.cluster_spec().task_address("ps", index))) for index in range(NUM_PS)
         ]
         spec = ClusterSpec({"ps": [proxy.address for proxy in self.to_ps], "worker": cluster.addresses("worker")})
+        if tls:
+            os.environ[TLS_VARIABLE] = cluster.tls_folder
         self.strategy = ParameterServerStrategy(
             SimpleClusterResolver(spec), FixedShardsPartitioner(NUM_PS), token=cluster.token
         )
@@ -288,6 +293,9 @@ class Chaos:
                 time.sleep(LEASE + 1)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+        if kind == "coordinator frozen":
+            freeze = f"kill -STOP {os.getpid()}; sleep {LEASE + 1}; kill -CONT {os.getpid()}"
+            subprocess.run(["sh", "-c", freeze], check=True)
         if "cut off" in kind:
             link = job.link(kind, worker, server)
             link.part()
@@ -426,8 +434,8 @@ def run(name: str, options: argparse.Namespace) -> bool:
         folder, mounted = stack.enter_context(small_disk(stack, wants_disk))
         for part in ("calm", "struck"):
             (folder / part).mkdir()
-        calm = Job(name, options.durability, stack, folder / "calm")
-        struck = Job(name, options.durability, stack, folder / "struck")
+        calm = Job(name, options.durability, options.tls, stack, folder / "calm")
+        struck = Job(name, options.durability, options.tls, stack, folder / "struck")
         kinds = WORKER_FAULTS + (() if options.faults == "workers" else PS_FAULTS)
         if not mounted:
             kinds = tuple(kind for kind in kinds if kind != "disk full")
@@ -449,8 +457,8 @@ def run(name: str, options: argparse.Namespace) -> bool:
         deaths = sum("ps" in strike.kind and "killed" in strike.kind for strike in chaos.strikes)
         verdict = checker.verdict(2 * deaths)
         print(
-            f"{name}, durability {options.durability}, faults: {options.faults}, seed {options.seed}; "
-            f"{checker.reads} reads"
+            f"{name}, durability {options.durability}, faults: {options.faults}, {'TLS, ' if options.tls else ''}"
+            f"seed {options.seed}; {checker.reads} reads"
         )
         show(chaos, slices, (calm.accuracy(), struck.accuracy()), verdict)
         return not verdict
@@ -464,6 +472,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="under faults; as long again without")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tls", action="store_true", help="with certificates, as off loopback")
     parser.add_argument("--short", action="store_true", help="one job, 40 s, a fault every 3 s")
     options = parser.parse_args()
     if options.short:

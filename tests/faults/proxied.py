@@ -110,6 +110,9 @@ class ProxiedCluster(LocalCluster):
         data = self.links[role, index].proxies[1].port
         return [*super().hand_over_port(role, index), "--bind", f"{host}:{port}", "--data-port", str(data)]
 
+    def _certified_hosts(self) -> list[str]:
+        return [*super()._certified_hosts(), _REACHED_AT]
+
     def start(self) -> ProxiedCluster:
         """As the base's."""
         self.links = {}

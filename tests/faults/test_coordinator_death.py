@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.faults.steps import note, wait_for
-from tests.faults.support import PATIENCE, until
+from tests.faults.support import PATIENCE, stopped, until
 
 from pscluster.coordinator import strategy as strategy_module
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable, optimizers
@@ -54,6 +55,38 @@ SCRIPT = """
             note(folder, "half")
             wait_for(folder, "never")
     note(folder, "result", " ".join(map(str, [*set(count.numpy().reshape(-1)), momentum.iterations])))
+"""
+
+FROZEN = """
+    import sys
+    import time
+    import numpy as np
+    from pscluster.coordinator import (
+        ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver, Variable
+    )
+    from tests.faults.steps import first_time, note, wait_for
+
+    folder = sys.argv[1]
+    strategy = ParameterServerStrategy(TFConfigClusterResolver())
+    with strategy.scope():
+        count = Variable(np.zeros(4, np.int64), name="count")
+    coordinator = ClusterCoordinator(strategy, worker_lease=1.0)
+
+    def held():
+        first = first_time(folder, "held")
+        wait_for(folder, "go on")
+        count.assign_add(np.ones(4, np.int64))
+        return first
+
+    value = coordinator.schedule(held, timeout=3.0)
+    while not any(worker.front_since for worker in coordinator._dispatcher._scheduler.workers):
+        time.sleep(0.005)
+    note(folder, "timed")
+    wait_for(folder, "thawed")
+    for _ in range(20):
+        coordinator.schedule(count.numpy).fetch()
+    note(folder, "went on")
+    note(folder, "result", f"{value.fetch()} {count.numpy().tolist()}")
 """
 
 
@@ -100,6 +133,26 @@ def test_the_script_started_again_goes_on(script: Path, tmp_path: Path, servers_
             assert second.wait(PATIENCE) == 0
         assert wait_for(str(tmp_path), "begun-True") == str(total // 2)
         assert wait_for(str(tmp_path), "result").split() == [f"{total}.0", str(total)]
+
+
+@pytest.mark.timeout(60)
+def test_a_coordinator_that_is_frozen(tmp_path: Path) -> None:
+    """Thawed behind its workers' lease, it blames nobody for its own silence: what ran goes on, and is not late."""
+    script = tmp_path / "frozen.py"
+    script.write_text(textwrap.dedent(FROZEN))
+    with LocalCluster(1, 2, log_level="ERROR") as cluster, started(cluster, script, tmp_path) as process:
+        wait_for(str(tmp_path), "held")
+        wait_for(str(tmp_path), "timed")
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: stopped(process.pid), "it stands still")
+        over = time.monotonic() + 3.5  # than which its lease and its timeout are shorter
+        until(lambda: time.monotonic() > over, "its workers' lease is over, and the function's timeout")
+        process.send_signal(signal.SIGCONT)
+        note(str(tmp_path), "thawed")
+        wait_for(str(tmp_path), "went on")
+        note(str(tmp_path), "go on")
+        assert process.wait(PATIENCE) == 0
+        assert wait_for(str(tmp_path), "result") == "True [1, 1, 1, 1]"
 
 
 @pytest.mark.timeout(180)

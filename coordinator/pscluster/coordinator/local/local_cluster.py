@@ -362,8 +362,11 @@ class LocalCluster(ClusterResolver, StaysHere):
         from pscluster.core.security.certificates import make_certificates
 
         self.tls_folder = str(folder)
-        make_certificates(folder, [self._host])
+        make_certificates(folder, self._certified_hosts())
         self.tls = load_tls("coordinator", folder)
+
+    def _certified_hosts(self) -> list[str]:
+        return [self._host]
 
     def stop(self) -> None:
         """Stop the workers, then the parameter servers, and return when all are gone and the ports are free.

@@ -25,6 +25,18 @@ import grpc
 import tenacity
 
 from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.observability.events import Observed
+from pscluster.core.awake import AwakeTime
+from pscluster.core.transport.channels import (
+    HELLO_SECONDS,
+    NODE_SERVICE,
+    PeerAddress,
+    open_aio_channel,
+    open_peer_channel,
+    open_stream,
+    why_untrusted,
+)
+from pscluster.core.transport.tcp.client import DataPort
 from pscluster.core.errors import (
     AuthenticationError,
     BusyError,
@@ -69,6 +81,7 @@ _LOOK_SECONDS = 5.0
 _WAIT = tenacity.wait_random_exponential(multiplier=0.05, max=0.25)
 _REDIAL_SECONDS = 0.05, 0.5  # at least, and at most
 _CHECK_SECONDS = 0.1
+_LOOKS = 20  # in a lease
 _TO_BE_MENDED = ConfigurationError, VersionMismatchError, AuthenticationError, NotPermittedError
 _FEW = 3  # attempts of what nobody is to wait long for
 _STEPS = f"/{WORKER_SERVICE.full_name}/Steps"
@@ -390,6 +403,15 @@ async def end_job(peer: PeerAddress, job: int, reason: str) -> None:
             logger.debug("could not tell %s that the job is over: %s", peer, error.code().name)
 
 
+async def _answers(node: Stub, timeout: float) -> bool:
+    """Whether a role says anything, within so many seconds."""
+    try:
+        await node.status(node_pb2.StatusRequest(), timeout=timeout)
+    except grpc.RpcError as error:
+        return not is_retryable(error)
+    return True
+
+
 class WorkerConnection:
     """One attachment to a worker: its streams and calls. Errors are grpc's own until the link sorts them.
 
@@ -491,22 +513,30 @@ class WorkerConnection:
         return False
 
     async def until_silent(self, lease: float) -> str:
-        """Return, in words, when the worker has not answered for so many seconds: it is frozen, or cut off."""
+        """Return, in words, when the worker has not answered for so many seconds: it is frozen, or cut off.
+
+        Seconds for which this process itself stood still do not count.
+        """
         if lease == math.inf:
             await asyncio.Event().wait()
         # Of its own: behind megabytes of arguments that a slow link has still to carry, no question would be answered.
         self._heart = open_aio_channel(self.peer)
         heart = Stub(self._heart, NODE_SERVICE)
-        heard = time.monotonic()
-        while (silent := time.monotonic() - heard) < lease:
-            asked = time.monotonic()
+        awake, heard = AwakeTime(lease / _LOOKS), 0.0
+        while (silent := awake.seconds - heard) < lease:
+            asked = awake.seconds
+            asking = asyncio.create_task(_answers(heart, lease - silent))
             try:
-                await heart.status(node_pb2.StatusRequest(), timeout=max(lease - silent, 0.1))
-                heard = time.monotonic()
-            except grpc.RpcError as error:
-                if not is_retryable(error):
-                    heard = time.monotonic()  # it has said something
-            await asyncio.sleep(max(lease / 3 - (time.monotonic() - asked), 0.05))
+                while not asking.done() and awake.seconds - heard < lease:
+                    await asyncio.wait((asking,), timeout=awake.step)
+                    awake.look()
+            finally:
+                asking.cancel()
+            if asking.done() and asking.result():
+                heard = awake.seconds
+            while awake.seconds - asked < lease / 3:
+                await asyncio.sleep(awake.step)
+                awake.look()
         return f"it has not answered for {silent:.0f} s"
 
     def send(self, position: int, steps: Iterable[worker_pb2.Step]) -> None:

@@ -52,6 +52,15 @@ from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.scheduler import Late, Scheduler, State, Task
 from pscluster.coordinator.scheduling.waiting import Condition, result_of
+from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
+from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduling.scheduler import Late, Scheduler, State, Task
+from pscluster.coordinator.scheduling.waiting import Condition, result_of
+from pscluster.core.awake import AwakeTime
+from pscluster.core.transport.channels import MAX_INLINE_BYTES, PeerAddress
+from pscluster.core.transport.tcp.client import DataPort
+from pscluster.core.functions.definitions import CapturedFunction, split_off_bulk
 from pscluster.core.errors import (
     CancelledError,
     DatasetError,
@@ -810,16 +819,18 @@ class Dispatcher:
 
     async def _watch_timeouts(self) -> None:
         await self._timed.wait()
+        awake = AwakeTime(TIMEOUT_STEP)
         while True:
             await asyncio.sleep(TIMEOUT_STEP)
+            awake.look()
             with self._lock:
-                recalls = [recall for index in range(len(self._links)) for recall in self._late(index)]
+                recalls = [recall for index in range(len(self._links)) for recall in self._late(index, awake.seconds)]
             self._recall(recalls)
 
-    def _late(self, index: int) -> list[Recall]:
+    def _late(self, index: int, now: float) -> list[Recall]:
         """Under the lock: how to stop what a worker runs, if that has run too long."""
         link, scheduler = self._links[index], self._scheduler
-        late, task = scheduler.late(index, link.sent, time.monotonic(), self._has_retries), scheduler.first(index)
+        late, task = scheduler.late(index, link.sent, now, self._has_retries), scheduler.first(index)
         if late is None or task is None:
             return []
         if late is Late.ASK:

@@ -25,6 +25,7 @@ from enum import Enum, auto
 
 import grpc
 
+from pscluster.core.awake import AwakeTime
 from pscluster.core.errors import UnavailableError
 
 LOOK_SECONDS = 0.5
@@ -178,11 +179,10 @@ class Watchdog:
             exchange.end()
 
     def _run(self) -> None:
-        last = time.monotonic()
+        awake = AwakeTime(LOOK_SECONDS)
         while True:
             time.sleep(LOOK_SECONDS)
-            now = time.monotonic()
-            step, last = min(now - last, 2 * LOOK_SECONDS), now
+            step, now = awake.look(), time.monotonic()
             with self._lock:
                 found = [(exchange, exchange.look(step, now)) for exchange in self._watched]
             for exchange, verdict in found:
