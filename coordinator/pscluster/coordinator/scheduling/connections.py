@@ -25,18 +25,7 @@ import grpc
 import tenacity
 
 from pscluster.coordinator.observability.events import Observed
-from pscluster.coordinator.observability.events import Observed
 from pscluster.core.awake import AwakeTime
-from pscluster.core.transport.channels import (
-    HELLO_SECONDS,
-    NODE_SERVICE,
-    PeerAddress,
-    open_aio_channel,
-    open_peer_channel,
-    open_stream,
-    why_untrusted,
-)
-from pscluster.core.transport.tcp.client import DataPort
 from pscluster.core.errors import (
     AuthenticationError,
     BusyError,

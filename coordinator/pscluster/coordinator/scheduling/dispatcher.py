@@ -52,15 +52,7 @@ from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.scheduler import Late, Scheduler, State, Task
 from pscluster.coordinator.scheduling.waiting import Condition, result_of
-from pscluster.coordinator.observability.events import Observed
-from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
-from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
-from pscluster.coordinator.scheduling.scheduler import Late, Scheduler, State, Task
-from pscluster.coordinator.scheduling.waiting import Condition, result_of
 from pscluster.core.awake import AwakeTime
-from pscluster.core.transport.channels import MAX_INLINE_BYTES, PeerAddress
-from pscluster.core.transport.tcp.client import DataPort
-from pscluster.core.functions.definitions import CapturedFunction, split_off_bulk
 from pscluster.core.errors import (
     CancelledError,
     DatasetError,
