@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 import tenacity
 
+from pscluster.coordinator.loop import in_thread
 from pscluster.coordinator.observed import Observed
 from pscluster.core.channels import (
     HELLO_SECONDS,
@@ -110,7 +111,7 @@ class Distrust:
         if self._peer.tls is None or not isinstance(failure, UnavailableError) or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        why = str(await asyncio.to_thread(why_untrusted, self._peer) or "")
+        why = str(await in_thread(why_untrusted, self._peer) or "")
         if why and why != self.why:
             logger.error("%s", why)
         self.why = why
@@ -458,7 +459,7 @@ class WorkerConnection:
             if not opened.cancelled() and opened.exception() is None:
                 opened.result().close()
 
-        opening = asyncio.ensure_future(asyncio.to_thread(open_either))
+        opening = asyncio.ensure_future(in_thread(open_either))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
 from pscluster.coordinator.launcher import InheritedReports
 from pscluster.coordinator.local_cluster import LocalCluster
+from pscluster.coordinator.loop import in_thread
 from pscluster.coordinator.observed import Series
 from pscluster.coordinator.rates import BUSIEST, RateMeter, Rates
 from pscluster.coordinator.status import Asker
@@ -116,7 +117,7 @@ class Watch:
             self._asker = Asker(strategy.tasks)
         asker, self._asked_at = self._asker, time.monotonic()
         del strategy
-        answers = await asyncio.get_running_loop().run_in_executor(None, asker.ask, BUSIEST, ANSWER_SECONDS)
+        answers = await in_thread(asker.ask, BUSIEST, ANSWER_SECONDS)
         new = {
             peer.task: answer for peer, answer in zip(asker.peers, answers, strict=True) if not isinstance(answer, str)
         }
