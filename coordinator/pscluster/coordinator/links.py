@@ -235,8 +235,8 @@ class PsLink:
             gone = self.gone_since = time.monotonic()
             if not self.over:
                 timeout = self._request.ps_timeout
-                logger.warning("%s is out of reach; it is waited for, %g s at most", self.peer, timeout)
-                self._observed.tell(self.peer.task, "down", f"is out of reach; it is waited for, {timeout:g} s at most")
+                logger.warning("%s is unreachable; retrying for up to %g s", self.peer, timeout)
+                self._observed.tell(self.peer.task, "down", f"is unreachable; retrying for up to {timeout:g} s")
             try:
                 # Busy: the end of the old connection has not been noticed there yet.
                 async for attempt in self._retrying(BusyError):
