@@ -69,8 +69,8 @@ class Metric(Handle):
         super().__init_subclass__()
         if cls.__module__ != __name__:
             raise TypeError(
-                f"{cls.__qualname__} can't be derived from pscluster's metrics: write a class of its own, with a name and "
-                "the methods initial, update, merge and result, which may call another metric's (docs/datasets.md, "
+                f"{cls.__qualname__} can't be derived from pscluster's metrics: write a class of its own, with a name "
+                "and the methods initial, update, merge and result, which may call another metric's (docs/datasets.md, "
                 "Exact evaluation)"
             )
 
