@@ -190,7 +190,7 @@ def test_a_worker_dies(tmp_path: Path, gate: Gate) -> None:
             assert "lost once" in row(driver, "workers", "worker 1")
             shows(driver, lambda: "working" in row(driver, "workers", "worker 1"), "that it has a function again")
             cluster.kill("ps", 0)
-            shows(driver, lambda: "out of reach" in row(driver, "servers", "ps 0"), "that a server is gone")
+            shows(driver, lambda: "unreachable" in row(driver, "servers", "ps 0"), "that a server is gone")
             cluster.restart("ps", 0)
             shows(driver, lambda: "is back after" in row(driver, "servers", "ps 0"), "that it is back")
             shows(driver, lambda: text_of(driver, "#verdict") == "Healthy, at work", "that all is well again")

@@ -92,7 +92,7 @@ def test_verdicts() -> None:
     state, text, problems = health(seen(worker(0), slow, dead, gone=3.0))
     assert (state, text) == ("bad", "Needs attention")
     assert problems == [
-        "ps 1 is out of reach for 3 s: whoever reads or updates there waits",
+        "ps 1 is unreachable for 3 s: whoever reads or updates there waits",
         "worker 2 is gone: killed; its functions run again elsewhere",
         "worker 1 is a straggler: its functions take 3 times as long as the others'",
     ]
@@ -257,12 +257,12 @@ def test_the_words_of_the_launcher() -> None:
     assert (row["state"], row["deaths"]) == ("working", 1)
 
     observed.exited("ps 1", "(pid 9) was killed by SIGKILL; restarted as pid 10")
-    observed.tell("ps 1", "down", "is out of reach; it is waited for, 600 s at most")
+    observed.tell("ps 1", "down", "is unreachable; retrying for up to 600 s")
     shown = page(seen(worker(0), gone=2.0, observed=observed))["servers"][1]
-    assert shown["state"] == "out of reach for 2 s: (pid 9) was killed by SIGKILL; restarted as pid 10"
+    assert shown["state"] == "unreachable for 2 s: (pid 9) was killed by SIGKILL; restarted as pid 10"
     assert (shown["deaths"], len(shown["story"])) == (1, 1)
     observed.tell("ps 1", "up", "is back after 2 s")
-    observed.tell("ps 1", "down", "is out of reach")
+    observed.tell("ps 1", "down", "is unreachable")
     assert observed.deaths["ps 1"] == 2
 
 

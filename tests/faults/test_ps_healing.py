@@ -93,7 +93,7 @@ def test_calls_outside_of_functions_wait_and_go_on() -> None:
         for thread in threads:
             thread.start()
         until(lambda: "ps 0 at " in job.coordinator.explain(), "it is said who is waited for", job.coordinator.explain)
-        assert "out of reach for" in job.coordinator.explain()
+        assert "unreachable for" in job.coordinator.explain()
         job.cluster.restart("ps", 0)
         for thread in threads:
             thread.join(PATIENCE)
@@ -122,7 +122,7 @@ def test_checkpoints_wait_and_go_on(tmp_path: Path) -> None:
                 job.strategy.client.checkpoint(ps_pb2.CheckpointRequest.DROP, 1)
             with ThreadPoolExecutor(1) as pool:
                 done = pool.submit(call)
-                until(lambda: "out of reach for" in job.coordinator.explain(), "it is missed", job.coordinator.explain)
+                until(lambda: "unreachable for" in job.coordinator.explain(), "it is missed", job.coordinator.explain)
                 job.cluster.restart("ps", 0)
                 done.result(PATIENCE)
         assert count.numpy().tolist() == [1, 2, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import errno
+import linecache
 import pickle
 import sys
 import traceback
@@ -16,9 +17,11 @@ import numpy as np
 import pytest
 
 from pscluster.core.errors import EndOfDatasetError, FunctionError, InvalidUpdateError, PsClusterError
+from pscluster.core.values import decode
 from pscluster.core.values.handles import Handle
 from pscluster.v1 import worker_pb2
 from pscluster.worker.failures import failure_of, rebuild_failure
+from pscluster.worker.training import logs_of_steps
 
 
 class NeedsArgumentsError(Exception):
@@ -281,28 +284,39 @@ def test_failure_of_never_raises() -> None:
     assert len(failure.SerializeToString()) < 500_000
 
 
-def test_frames_of_the_runner_are_left_out() -> None:
-    """The traceback begins with the step function, whatever of the worker called it."""
+def test_frames_of_the_library_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback begins with the step function, and is no longer than the user's own code."""
+
+    def step(_: int) -> None:
+        logs_of_steps(lambda _: "much", [1])
+
+    error = rebuilt(lambda: logs_of_steps(step, [0]))
+    *_, last = error.remote_traceback.split("Traceback (most recent call last):\n")
+    lines = last.splitlines()
+    steps = next(at for at, line in enumerate(lines) if line.endswith("in step"))
+    assert 'logs_of_steps(lambda _: "much", [1])' in lines[steps + 1]
+    assert "  [1 frame inside pscluster]" in lines[:steps]
+    assert lines[-2].endswith("frames inside pscluster]")
+    assert "training.py" not in error.remote_traceback
+
     namespace: dict[str, Any] = {"__name__": "pscluster.worker.runner"}
-    exec("def run(function):\n    function()", namespace)
+    exec("def run(function, *args):\n    function(*args)", namespace)
+    for call, shown in ((lambda: None, ""), (decode, "decode")):
+        with pytest.raises((TypeError, AttributeError)) as caught:
+            namespace["run"](call, 0)
+        caught.value.__traceback__ = caught.value.__traceback__.tb_next  # type: ignore[union-attr]  # this test's own
+        lines = failure_of(caught.value).traceback.splitlines()
+        assert shown in "".join(lines[1:2]), "of a mistake of the library's all is shown, of a wrong call nothing"
 
-    def step() -> None:
-        raise ValueError("here")
-
-    def ours() -> None:
-        namespace["run"](len)
-
-    with pytest.raises(ValueError, match="here") as caught:
-        namespace["run"](step)
-    caught.value.__traceback__ = caught.value.__traceback__.tb_next  # type: ignore[union-attr]  # this test's own
-    lines = failure_of(caught.value).traceback.splitlines()
-    assert "in step" in lines[1]
-    assert "in run" not in "".join(lines)
-    with pytest.raises(TypeError) as mistake:
-        ours()
-    only_ours = mistake.value.__traceback__.tb_next.tb_next  # type: ignore[union-attr]
-    mistake.value.__traceback__ = only_ours
-    assert "in run" in failure_of(mistake.value).traceback
+    # A cell of a notebook has its source where it was written only.
+    code = "def cell():\n    raise ValueError(1)\n"
+    exec(compile(code, "/tmp/cell/1.py", "exec"), namespace)
+    failure = failed(namespace["cell"])
+    assert "raise ValueError(1)" not in failure.traceback
+    monkeypatch.setitem(linecache.cache, "/tmp/cell/1.py", (len(code), None, code.splitlines(True), "/tmp/cell/1.py"))
+    error = rebuild_failure(failure, function="cell", worker=0, attempts=1)
+    assert "in cell\n    raise ValueError(1)\nValueError: 1" in str(error)
+    assert "in cell\n    raise ValueError(1)\nValueError: 1" in error.remote_traceback
 
 
 def test_causes_and_notes_are_told() -> None:

@@ -96,9 +96,9 @@ HOPELESS = 10.0
 """The same, of a job that is asked to end."""
 
 _TAKEN = {
-    "variable": "names are unique in a strategy, those of variables and optimizers together; give another one, or "
-    "none, or use what there is (strategy.variables)",
-    "metric": "names are unique in a strategy; give another one, or none",
+    "variable": "names are unique in a strategy, those of variables and optimizers together; give another one or "
+    "none, or use the one that exists (strategy.variables); strategy.delete_variable(variable) deletes one",
+    "metric": "names are unique in a strategy; give another one or none",
 }
 
 # Held here until they are closed: a strategy that nobody refers to any more has a job all the same.
@@ -665,7 +665,7 @@ class ParameterServerStrategy(Strategy):
         return spec, self._client
 
     def delete_variable(self, variable: Variable) -> None:
-        """For what is made of several variables, and failed at a later one: take this one back."""
+        """Delete a variable from its servers, with its slots. Its name is free again, and handles of it are stale."""
         self._variables.pop(variable.name, None)
         self._client.delete_variable(variable.name, variable.number)
         with self._lock:

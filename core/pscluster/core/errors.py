@@ -220,5 +220,7 @@ def from_rpc(error: grpc.RpcError, peer: str) -> PsClusterError:
         return ProtocolError(f"{peer} speaks gRPC but is not a pscluster role of this kind: {details}")
     # A server that stops cancels what is under way: it may be started again.
     if code in RETRYABLE or code is grpc.StatusCode.CANCELLED:
+        if details.startswith("failed to connect to all addresses"):  # gRPC repeats the address, which the peer has
+            details = details.rpartition(": ")[2]
         return UnavailableError(f"{peer} can't be reached: {code.name}: {details}")
     return RefusedError(f"{peer} failed the call: {code.name}: {details}")

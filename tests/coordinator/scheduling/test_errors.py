@@ -138,7 +138,7 @@ def test_what_a_script_forgot_is_said(cluster: LocalCluster, gate: Gate, caplog:
     """At the job's end: how many functions have not run, and which error nobody took. Of nothing else a word."""
 
     def said() -> list[str]:
-        found = [record.getMessage() for record in caplog.records if record.getMessage().startswith("the job is over")]
+        found = [record.getMessage() for record in caplog.records if record.getMessage().startswith("the job ended")]
         caplog.clear()
         return found
 
@@ -154,7 +154,7 @@ def test_what_a_script_forgot_is_said(cluster: LocalCluster, gate: Gate, caplog:
         values = [coordinator.schedule(wait_for_file, args=(gate.path,)) for _ in range(20)]
         until(lambda: coordinator._dispatcher.counts()[1] == NUM_WORKERS, "every worker runs one")
     (text,) = said()
-    assert f"{len(values) - NUM_WORKERS} waited, {NUM_WORKERS} ran;" in text
+    assert f"{len(values) - NUM_WORKERS} were waiting, {NUM_WORKERS} were running;" in text
     gate.open()
 
     with ParameterServerStrategy(cluster) as strategy:
@@ -164,8 +164,8 @@ def test_what_a_script_forgot_is_said(cluster: LocalCluster, gate: Gate, caplog:
         until(lambda: blocked[-1].status is RemoteValueStatus.CANCELLED, "the first has failed")
         until(lambda: not coordinator._dispatcher.counts()[1], "nothing runs")
     first, second = said()
-    assert "0 waited, 0 ran, 3 were cancelled by the error of another one" in first
-    assert "nobody was told of this error" in second
+    assert "0 were waiting, 0 were running, 3 were cancelled by the error of another one" in first
+    assert "an error that nobody was told of" in second
     assert "ValueError: nobody looks" in second
 
 
@@ -403,7 +403,7 @@ def test_what_does_not_call_the_library_is_awaited(
 
     thread = threading.Thread(target=joins)
     thread.start()
-    with pytest.raises(errors.WaitTimeoutError, match="1 are with workers"):
+    with pytest.raises(errors.WaitTimeoutError, match="1 with workers"):
         coordinator.join(0.01)
     assert running.status.value == "not ready"
     assert raised == []
@@ -677,7 +677,7 @@ def test_a_join_that_takes_too_long(coordinator: ClusterCoordinator, gate: Gate)
     until(lambda: coordinator.workers_up == NUM_WORKERS, "all workers are up")
     with pytest.raises(
         errors.WaitTimeoutError,
-        match=f"{3 * NUM_WORKERS} functions wait, {NUM_WORKERS} are with workers; 2 of 2 workers up",
+        match=f"{3 * NUM_WORKERS} functions waiting, {NUM_WORKERS} with workers; 2 of 2 workers up",
     ):
         coordinator.join(0)
     gate.open()
@@ -775,7 +775,7 @@ def test_what_is_waited_for_is_said(coordinator: ClusterCoordinator, gate: Gate)
 
     value = coordinator.schedule(held)
     until(lambda: "held" in coordinator.explain(), "it has begun", coordinator.explain)
-    assert "1 are with workers" in coordinator.explain()
+    assert "1 with workers" in coordinator.explain()
     assert "held; nothing came or went for" in coordinator.explain()
     gate.open()
     value.fetch(PATIENCE)

@@ -221,7 +221,7 @@ def test_dicts_of_results(coordinator: ClusterCoordinator, data: DistributedData
         evaluate(lambda batch: {"a": batch[1]}, "a", "b")
     with pytest.raises(
         errors.MisuseError,
-        match=r"\['x'\], of which none is a metric, and metric 'a' does not .*: give .* \['a'\]",
+        match=r"\['x'\] and none of the metrics' names, and metric 'a' does not .*: return .* \['a'\]",
     ):
         evaluate(lambda batch: {"x": batch[1]}, "a")
 

@@ -641,7 +641,7 @@ def test_arguments_that_cannot_be_sent(coordinator: ClusterCoordinator, args: An
     """They raise TypeError on the caller's line, with their path in the structure, and nothing is scheduled."""
     with pytest.raises(TypeError, match=message):
         coordinator.schedule(echo, args=args, kwargs=kwargs)
-    assert "0 functions wait, 0 are with workers" in coordinator.describe()
+    assert "0 functions waiting, 0 with workers" in coordinator.describe()
     assert coordinator.done()
 
 

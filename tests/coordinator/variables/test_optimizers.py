@@ -303,7 +303,7 @@ def test_names_of_optimizers(strategy: ParameterServerStrategy) -> None:
     assert given.name == "mine"
     assert len({"w", "mine", *made_up}) == 4
     assert repr(given) == "<Adam 'mine'>"
-    with pytest.raises(errors.MisuseError, match="optimizer Adam was made in no strategy's scope"):
+    with pytest.raises(errors.MisuseError, match="optimizer Adam was made outside of a strategy's scope"):
         optimizers.Adam()
 
 

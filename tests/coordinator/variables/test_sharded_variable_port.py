@@ -612,7 +612,7 @@ class TestPartitioning:
 
     def test_outside_of_a_scope(self) -> None:
         """There is no variable without servers: the message says where to make it."""
-        with pytest.raises(Exception, match=r"Variable 'homeless' was made in no strategy's scope"):
+        with pytest.raises(Exception, match=r"Variable 'homeless' was made outside of a strategy's scope"):
             Variable([1], name="homeless")
 
     def test_inside_a_function(self, strategy: ParameterServerStrategy) -> None:

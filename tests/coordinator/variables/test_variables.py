@@ -603,8 +603,10 @@ def test_names(strategy: ParameterServerStrategy) -> None:
         made_up = [Variable(0).name for _ in range(3)]
         with pytest.raises(errors.MisuseError, match="there is a variable 'w' already: names are unique in a strategy"):
             Variable(1, name="w")
-        with pytest.raises(errors.MisuseError, match=r"a variable 'w' already: .*; give another one, or none, or use"):
+        with pytest.raises(errors.MisuseError, match=r"a variable 'w' already: .*; give another one or none, or use"):
             optimizers.SGD(0.1, name="w")
+        for _ in range(2):  # its name is free again
+            strategy.delete_variable(Variable(0, name="deleted"))
         optimizers.SGD(0.1, name="taken")
         with pytest.raises(errors.MisuseError, match=r"there is an optimizer 'taken' already: .* variables and optim"):
             Variable(1, name="taken")
@@ -658,7 +660,9 @@ def test_names_made_up_step_aside(strategy: ParameterServerStrategy) -> None:
 
 def test_outside_of_a_scope(strategy: ParameterServerStrategy) -> None:
     """Outside of strategy.scope() nothing can be made, in another thread neither; a sentence says where to make it."""
-    with pytest.raises(errors.MisuseError, match="Variable 'w' was made in no strategy's scope: make it inside `with"):
+    with pytest.raises(
+        errors.MisuseError, match="Variable 'w' was made outside of a strategy's scope: make it inside `with"
+    ):
         Variable(0, name="w")
     raised: list[BaseException] = []
 
@@ -673,7 +677,7 @@ def test_outside_of_a_scope(strategy: ParameterServerStrategy) -> None:
         thread.start()
         thread.join(PATIENCE)
     assert len(raised) == 1
-    with pytest.raises(errors.MisuseError, match="a Variable was made in no strategy's scope"):
+    with pytest.raises(errors.MisuseError, match="a Variable was made outside of a strategy's scope"):
         Variable(0)
 
 

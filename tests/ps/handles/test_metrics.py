@@ -214,6 +214,12 @@ def test_outside_of_a_scope() -> None:
             call()
 
 
+def test_a_class_derived_from_a_metric() -> None:
+    """Workers would not know it: that is said where it is written, with what to write instead."""
+    with pytest.raises(TypeError, match=r"Twice can't be derived from .* and the methods initial, update, merge"):
+        type("Twice", (metrics.Mean,), {})
+
+
 def test_from_functions(strategy: ParameterServerStrategy) -> None:
     """Steps on all workers update the metrics they captured, or were given; the coordinator reads them."""
     coordinator = ClusterCoordinator(strategy)

@@ -38,8 +38,8 @@ def states_of(step: Callable[[Any], Any], metrics: Mapping[str, MetricLike], ele
                 if by_metric or not isinstance(found, dict):
                     raise
                 raise MisuseError(
-                    f"the step gave a dict with {list(found)}, of which none is a metric, and metric {name!r} does not "
-                    f"take the dict itself ({error}): give one with {list(metrics)}"
+                    f"the step returned a dict with {list(found)} and none of the metrics' names, and metric {name!r} "
+                    f"does not take the dict itself ({error}): return a dict with {list(metrics)}"
                 ) from error
     return states
 

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import linecache
+import operator
+import os
+import re
+import sys
 import traceback
 import types
+from collections.abc import Iterable
 from typing import Any
 
-from pscluster.core.errors import FunctionError, ProtocolError
+import pscluster
+from pscluster.core.errors import FunctionError, ProtocolError, PsClusterError
 from pscluster.core.sanitize import shown
 from pscluster.core.values import decode, encode, imported_class, module_of
 from pscluster.v1 import value_pb2, worker_pb2
@@ -21,7 +29,10 @@ from pscluster.v1 import value_pb2, worker_pb2
 _MAX_MESSAGE = 16 << 10
 _MAX_TRACEBACK = 64 << 10
 _MAX_ARGUMENTS = 256 << 10
-_OWN = "pscluster.worker."
+_RUNNER = "pscluster.worker.runner"
+_OWN = tuple(str(folder) + os.sep for folder in pscluster.__path__)
+_CALLED_BY_US = tuple(f"{os.sep}{name}{os.sep}" for name in ("grpc", "tenacity", "concurrent"))
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in ')
 
 PARTLY_APPLIED = "Some of its updates may have been applied: they stay, and are in checkpoints made from now on."
 
@@ -49,14 +60,60 @@ def _message_of(error: BaseException) -> str:
 
 
 def _traceback_of(error: BaseException) -> str:
+    """Return the traceback as text, with runs of the library's frames folded into one line each.
+
+    Where all frames are the library's they are shown, unless its message says it all: then the text is empty.
+    """
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(_OWN):
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") == _RUNNER:
         frames = frames.tb_next
     try:
-        lines = traceback.format_exception(type(error), error, frames or error.__traceback__)
+        described = traceback.TracebackException(type(error), error, frames)
+        chain = _chain(described)
+        if any(not ours for each in chain for ours in _ours(each.stack)):
+            for each in chain:
+                each.stack = _FoldedStack(each.stack)
+        elif (frames is None or isinstance(error, PsClusterError)) and not getattr(error, "__notes__", None):
+            return ""
+        lines = list(described.format())
     except Exception as broken:
         lines = [f"<the traceback can't be shown: {type(broken).__name__}>\n"]
     return _text(_shortened("".join(lines).rstrip("\n"), _MAX_TRACEBACK))
+
+
+def _chain(error: traceback.TracebackException) -> list[traceback.TracebackException]:
+    """Return it with what led to it, and the members of groups."""
+    chain, todo = list[traceback.TracebackException](), [error]
+    while todo:
+        each = todo.pop()
+        chain.append(each)
+        todo += [other for other in (each.__cause__, each.__context__, *(each.exceptions or ())) if other is not None]
+    return chain
+
+
+class _FoldedStack(traceback.StackSummary):
+    """Frames that are shown without those of the library."""
+
+    def format(self, **kwargs: Any) -> list[str]:
+        """Return the lines to show. What the library did before it called the user's code is left out."""
+        lines, folded = list[str](), ""
+        for ours, group in itertools.groupby(zip(_ours(self), self, strict=True), key=operator.itemgetter(0)):
+            frames = [frame for _, frame in group]
+            if not ours:
+                lines += traceback.StackSummary.from_list(frames).format(**kwargs)
+                continue
+            folded = f"  [{len(frames)} frame{'s' * (len(frames) > 1)} inside pscluster]\n"
+            lines += [folded] if lines else []
+        return lines or [folded]
+
+
+def _ours(frames: Iterable[traceback.FrameSummary]) -> list[bool]:
+    """Return which frames are the library's, with what it calls other packages for."""
+    found, ours = [], False
+    for frame in frames:
+        ours = frame.filename.startswith(_OWN) or (ours and any(part in frame.filename for part in _CALLED_BY_US))
+        found.append(ours)
+    return found
 
 
 def _text(text: str) -> str:
@@ -104,6 +161,7 @@ def rebuild_failure(
     FunctionError; its summary says what was raised either way.
     """
     args, attributes = _decoded(failure)
+    traceback_text = _with_sources(failure.traceback)
     error = _instance(failure, args)
     error.args = args
     for name, value in attributes.items():
@@ -114,10 +172,25 @@ def rebuild_failure(
     error.function = function
     error.worker = worker
     error.attempts = attempts
-    error.remote_traceback = shown(failure.traceback, lines=True)
+    error.remote_traceback = shown(traceback_text, lines=True)
     error.partly_applied = partly_applied
-    error.summary = _summary(failure, function, worker, attempts, partly_applied)
+    error.summary = _summary(failure, traceback_text, function, worker, attempts, partly_applied)
     return error
+
+
+def _with_sources(text: str) -> str:
+    """Add lines of code that the worker had no source of: of a notebook's cells, and of a script that is only here."""
+    lines = text.split("\n")
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    for at in range(len(lines) - 1, -1, -1):
+        frame = _FRAME.match(lines[at])
+        if frame is None or "".join(lines[at + 1 : at + 2]).startswith("    "):
+            continue
+        # No other file is read for what a peer writes.
+        if frame["file"] in linecache.cache or frame["file"] == script:
+            source = linecache.getline(frame["file"], int(frame["line"])).strip()
+            lines[at + 1 : at + 1] = [f"    {source}"] if source else []
+    return "\n".join(lines)
 
 
 def _decoded(failure: worker_pb2.Failure) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -185,7 +258,12 @@ _STATE = frozenset(["function", "worker", "attempts", "remote_traceback", "partl
 
 
 def _summary(
-    failure: worker_pb2.Failure, function: str, worker: int | None, attempts: int, partly_applied: bool
+    failure: worker_pb2.Failure,
+    traceback_text: str,
+    function: str,
+    worker: int | None,
+    attempts: int,
+    partly_applied: bool,
 ) -> str:
     where = "" if worker is None else f" on worker {worker}"
     hidden = failure.module in ("builtins", "__main__")
@@ -194,4 +272,4 @@ def _summary(
     head = f"{function} failed{where} (attempt {attempts}): {what}"
     if partly_applied:
         head += f"\n{PARTLY_APPLIED}"
-    return shown(f"{head}\n\n{failure.traceback}" if failure.traceback else head, lines=True)
+    return shown(f"{head}\n\n{traceback_text}" if traceback_text else head, lines=True)

@@ -247,7 +247,7 @@ def _servers(seen: Seen, stories: Mapping[str, list[Json]]) -> list[Json]:
         share = moved.get(peer.task, 0.0) / total if total else 0.0
         if server.gone:
             exit_ = exits.get(peer.task)
-            state, good = f"out of reach for {server.gone:.0f} s{f': {exit_}' if exit_ else ''}", "bad"
+            state, good = f"unreachable for {server.gone:.0f} s{f': {exit_}' if exit_ else ''}", "bad"
         elif seen.asked and reply is None:
             state, good = "does not answer", "warn"
         else:

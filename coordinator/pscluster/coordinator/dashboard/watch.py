@@ -23,6 +23,7 @@ from pscluster.coordinator.local.launcher import InheritedReports
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.events import Series
 from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates
+from pscluster.coordinator.scheduling.loop import in_thread
 from pscluster.core.metrics.registry import resident_bytes
 from pscluster.v1 import node_pb2
 
@@ -116,7 +117,7 @@ class Watch:
             self._asker = Asker(strategy.tasks)
         asker, self._asked_at = self._asker, time.monotonic()
         del strategy
-        answers = await asyncio.get_running_loop().run_in_executor(None, asker.ask, BUSIEST, ANSWER_SECONDS)
+        answers = await in_thread(asker.ask, BUSIEST, ANSWER_SECONDS)
         new = {
             peer.task: answer for peer, answer in zip(asker.peers, answers, strict=True) if not isinstance(answer, str)
         }

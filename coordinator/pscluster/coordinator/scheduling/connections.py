@@ -25,6 +25,7 @@ import grpc
 import tenacity
 
 from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.scheduling.loop import in_thread
 from pscluster.core.awake import AwakeTime
 from pscluster.core.errors import (
     AuthenticationError,
@@ -112,7 +113,7 @@ class Distrust:
         if self._peer.tls is None or not isinstance(failure, UnavailableError) or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        why = str(await asyncio.to_thread(why_untrusted, self._peer) or "")
+        why = str(await in_thread(why_untrusted, self._peer) or "")
         if why and why != self.why:
             logger.error("%s", why)
         self.why = why
@@ -236,8 +237,8 @@ class PsLink:
             gone = self.gone_since = time.monotonic()
             if not self.over:
                 timeout = self._request.ps_timeout
-                logger.warning("%s is out of reach; it is waited for, %g s at most", self.peer, timeout)
-                self._observed.tell(self.peer.task, "down", f"is out of reach; it is waited for, {timeout:g} s at most")
+                logger.warning("%s is unreachable; retrying for up to %g s", self.peer, timeout)
+                self._observed.tell(self.peer.task, "down", f"is unreachable; retrying for up to {timeout:g} s")
             try:
                 # Busy: the end of the old connection has not been noticed there yet.
                 async for attempt in self._retrying(BusyError):
@@ -469,7 +470,7 @@ class WorkerConnection:
             if not opened.cancelled() and opened.exception() is None:
                 opened.result().close()
 
-        opening = asyncio.ensure_future(asyncio.to_thread(open_either))
+        opening = asyncio.ensure_future(in_thread(open_either))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:

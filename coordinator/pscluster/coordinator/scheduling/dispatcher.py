@@ -792,7 +792,7 @@ class Dispatcher:
                 unended = self._unended()
                 lines.append(f"{what}; {unended}" if unended else what)
         lines += [
-            f"{peer}: out of reach for {seconds:.0f} s: who reads or updates there waits for it"
+            f"{peer}: unreachable for {seconds:.0f} s: reads and updates there wait for it"
             for peer, seconds in out_of_reach(self._servers).items()
         ]
         return "\n".join(lines)
@@ -896,7 +896,7 @@ class Dispatcher:
         with self._lock:
             runs = self._scheduler.workers[index].strays.get(task.id) is task and link.connection is connection
         if runs and connection is not None:
-            logger.warning("%s still runs on %s, whose process is ended", task.payload.function.name, link.peer)
+            logger.warning("%s is still running on %s; ending its process", task.payload.function.name, link.peer)
             work = connection.recall([task.id], [task.position], cancel_running=True, end_process=True)
             self._in_background(work)
 
@@ -917,7 +917,9 @@ class Dispatcher:
         if self._closed:
             return "the job is over: nothing waits, and nothing runs"
         workers = self._who_is_up()
-        line = f"{self._scheduler.waiting} functions wait, {self._scheduler.in_flight} are with workers; {workers}"
+        waiting = self._scheduler.waiting
+        noun = "function" if waiting == 1 else "functions"
+        line = f"{waiting} {noun} waiting, {self._scheduler.in_flight} with workers; {workers}"
         return f"{line}; {pending}" if (pending := self._pending()) else line
 
     # On the loop's thread
@@ -985,15 +987,15 @@ class Dispatcher:
             )
         if waiting or running or after:
             logger.warning(
-                "the job is over, and not all of its functions have run: %d waited, %d ran%s; coordinator.join() waits "
-                "for them, and raises their errors",
+                "the job ended before all of its functions had: %d were waiting, %d were running%s; coordinator.join() "
+                "waits for them and raises their errors",
                 waiting,
                 running,
                 after,
             )
         if not told:
             logger.error(
-                "the job is over, and nobody was told of this error, which coordinator.join() raises: %s", error
+                "the job ended with an error that nobody was told of (coordinator.join() raises it): %s", error
             )
 
     def _wake_hungry(self) -> None:
@@ -1458,8 +1460,8 @@ class Dispatcher:
             return False
         call.failures += 1
         self._counted.retried_failed += 1
-        logger.warning("%s %s on %s: run again, %d of %d", call.function.name, what, peer, call.failures, retries)
-        text = f"{call.function.name} {what}: run again, {call.failures} of {retries}"
+        logger.warning("%s %s on %s; retrying (%d of %d)", call.function.name, what, peer, call.failures, retries)
+        text = f"{call.function.name} {what}; retrying ({call.failures} of {retries})"
         self._observed.tell(peer.task, "retry", text, failure.traceback if failure is not None else "")
         return True
 

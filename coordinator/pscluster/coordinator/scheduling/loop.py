@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from pscluster.coordinator.scheduling.waiting import result_of
@@ -26,10 +26,26 @@ def event_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            # Whoever lists a process' threads sees whose they are.
-            _loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix="pscluster-loop-blocking"))
             threading.Thread(target=_loop.run_forever, name="pscluster-loop", daemon=True).start()
         return _loop
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that blocks, in a thread of its own.
+
+    Not in an executor's: those take no more calls once the script has ended, before its jobs are closed.
+    """
+    called: Future[T] = Future()
+
+    def call() -> None:
+        if called.set_running_or_notify_cancel():
+            try:
+                called.set_result(function(*args))
+            except BaseException as error:
+                called.set_exception(error)
+
+    threading.Thread(target=call, name="pscluster-loop-blocking", daemon=True).start()
+    return await asyncio.wrap_future(called)
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:

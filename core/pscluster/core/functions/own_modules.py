@@ -62,7 +62,7 @@ def _compare(name: str, path: Path | None, digest: str) -> None:
 
 def _not_ours(name: str) -> MisuseError:
     return MisuseError(
-        f"what is in {name[:200]} is not for peers to name, as pickles are off here: use it in a function of your own"
+        f"peers may not name what is in {name[:200]}, as pickles are off here: use it in a function of your own"
     )
 
 

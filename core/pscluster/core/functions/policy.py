@@ -64,7 +64,7 @@ class Trust:
             return
         if not any(f"{module}.".startswith(f"{package}.") for package in self.packages):
             raise MisuseError(
-                f"what is in {module} is not for peers to name, as pickles are off here: use it in a function of your "
+                f"peers may not name what is in {module}, as pickles are off here: use it in a function of your "
                 f"own, or start the roles with --functions-from {module.partition('.')[0]} (or {FUNCTIONS_VARIABLE})"
             )
 
@@ -74,7 +74,7 @@ class Trust:
             return
         if not is_nameable(module, qualname, on_worker=self.is_worker):
             raise MisuseError(
-                f"{module[:200]}.{qualname[:200]} is not for peers to name here, as pickles are off: use it in a "
+                f"peers may not name {module[:200]}.{qualname[:200]}, as pickles are off here: use it in a "
                 "function of your own"
             )
 

@@ -293,8 +293,9 @@ class PsClient:
 
     def _gone(self, server: Server, last: BaseException | None) -> PSUnavailableError:
         why = explain(server.peer.address, server.peer.tls)
+        what = str(last).removeprefix(f"{server.peer} can't be reached: ")
         error = PSUnavailableError(
-            f"{server.peer} can't be reached, tried for {self._retry_seconds:g} s: {why} ({last})"
+            f"{server.peer} can't be reached, tried for {self._retry_seconds:g} s: {why} ({what})"
         )
         self._tell_lost(error)
         return error

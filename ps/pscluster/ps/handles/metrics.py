@@ -64,6 +64,16 @@ class Metric(Handle):
     name: str
     _variables: list[Variable]
 
+    def __init_subclass__(cls) -> None:
+        """Refuse classes of the user's: handles travel by the names of the classes here."""
+        super().__init_subclass__()
+        if cls.__module__ != __name__:
+            raise TypeError(
+                f"{cls.__qualname__} can't be derived from pscluster's metrics: write a class of its own, with a name "
+                "and the methods initial, update, merge and result, which may call another metric's (docs/datasets.md, "
+                "Exact evaluation)"
+            )
+
     def __init__(self, name: str | None = None, **config: Any) -> None:
         self._configure(**config)
         self._config, self._variables = config, []

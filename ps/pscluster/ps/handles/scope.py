@@ -112,5 +112,5 @@ def current_creator(what: str) -> Creator:
                 f"{what} was made in a step function, where none can be made: make it in the script, inside `with "
                 "strategy.scope():`, and use it here by its name, or pass it as an argument"
             )
-        raise MisuseError(f"{what} was made in no strategy's scope: make it inside `with strategy.scope():`")
+        raise MisuseError(f"{what} was made outside of a strategy's scope: make it inside `with strategy.scope():`")
     return creator
