@@ -30,6 +30,7 @@ from pscluster.core.ids import fresh_id
 from pscluster.core.transport.frames import padding, view
 from pscluster.ps.handles.variable import Variable, whole_index
 from pscluster.ps.optim import RULES, compute_dtype, new_slots
+from pscluster.ps.server import creation, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import partition_of
@@ -244,7 +245,7 @@ class Servers:
         blocks = [np.ascontiguousarray(values[whole_index(block)]) for block in partition.blocks]
         for store in self.stores:
             mine = [block for block, owner in zip(blocks, spec.owners, strict=True) if owner == store.index]
-            store.create(ps_pb2.CreateRequest(job=7, variable=spec), payload(mine))
+            creation.create(store, ps_pb2.CreateRequest(job=7, variable=spec), payload(mine))
         self.specs[name] = spec
 
     def optimizer(self, name: str, rule: str, *, number: int = 0, ema: float = 0.0, **hyperparameters: Any) -> None:
@@ -255,7 +256,7 @@ class Servers:
         )
         self.rules[name] = spec.id, rule
         for store in self.stores:
-            store.create(ps_pb2.CreateRequest(job=7, optimizer=spec), Payload([]))
+            creation.create(store, ps_pb2.CreateRequest(job=7, optimizer=spec), Payload([]))
 
     def update(
         self,
@@ -285,7 +286,7 @@ class Servers:
             value_bytes=values.nbytes,
         )
         total = values.nbytes + padding(values.nbytes)
-        store.update(request, store.check_update(request, total), payload([values]))
+        updates.apply(store, request, updates.check_update(store, request, total), payload([values]))
 
     def train(self, variable: str, shard: int, optimizer: str, seed: int = 0) -> None:
         """Apply a gradient to a shard."""
