@@ -41,6 +41,7 @@ from pscluster.core.errors import (
     is_retryable,
 )
 from pscluster.core.fault_points import reach
+from pscluster.core.intervals import IntervalSet
 from pscluster.core.limits import MAX_COUNT, one_line
 from pscluster.core.security.aio_channel import AuthenticatedAioChannel
 from pscluster.core.transport.channels import (
@@ -56,7 +57,6 @@ from pscluster.core.transport.frames import Assembler, Buffer, pack, pieces, unp
 from pscluster.core.transport.grpc_streams import Stream
 from pscluster.core.transport.methods import Stub
 from pscluster.core.transport.tcp.client import DataPort
-from pscluster.ps.server.dedup import IntervalSet
 from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
 from pscluster.worker.servers import not_listed

@@ -68,13 +68,13 @@ from pscluster.core.errors import (
 )
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.definitions import CapturedFunction, split_off_bulk
+from pscluster.core.intervals import IntervalSet
 from pscluster.core.metrics.registry import Snapshot
 from pscluster.core.metrics.trace import EACH, SHORT_SECONDS
 from pscluster.core.transport.channels import MAX_INLINE_BYTES, PeerAddress
 from pscluster.core.transport.tcp.client import DataPort
 from pscluster.core.values import MAX_DEPTH, Buffer, ClassDefiner, children, nesting, splice
 from pscluster.core.values.handles import Handle
-from pscluster.ps.server.dedup import IntervalSet
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
 from pscluster.worker.failures import PARTLY_APPLIED, failure_of, rebuild_failure
 
