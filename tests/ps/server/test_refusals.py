@@ -26,7 +26,6 @@ from pscluster.coordinator import (
 )
 from pscluster.core.errors import ConfigurationError, InvalidUpdateError, MisuseError
 from pscluster.ps import optim
-from pscluster.ps.handles.scope import creating_with
 from pscluster.ps.states import restore_shards, save_shards
 
 IDS = IndexedSlices
@@ -41,7 +40,7 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 @pytest.fixture(autouse=True)
 def scope(strategy: ParameterServerStrategy) -> Iterator[None]:
     """All tests make variables."""
-    with creating_with(strategy):
+    with strategy.scope():
         yield
 
 

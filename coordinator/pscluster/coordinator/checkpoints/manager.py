@@ -22,9 +22,9 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 from google.protobuf.json_format import MessageToDict
@@ -40,8 +40,11 @@ from pscluster.coordinator.checkpoints.index import (
     write_index,
 )
 from pscluster.coordinator.data.positions import NAME as POSITIONS
+from pscluster.coordinator.data.positions import Positions
+from pscluster.coordinator.job.context import HasJob, JobContext, open_jobs
 from pscluster.coordinator.job.progress import NAME as PROGRESS
-from pscluster.coordinator.job.progress import TRAINING
+from pscluster.coordinator.job.progress import TRAINING, JobProgress
+from pscluster.coordinator.job.terms import check_restored, restoring
 from pscluster.coordinator.observability.events import Saved
 from pscluster.coordinator.scheduling.waiting import result_of, wait_for
 from pscluster.core.errors import (
@@ -55,14 +58,10 @@ from pscluster.core.fault_points import reach
 from pscluster.core.geometry import moves
 from pscluster.core.ids import fresh_id
 from pscluster.core.values.handles import StaysHere
+from pscluster.ps.handles.variable import Variable
 from pscluster.ps.spec import PINNED, part_name
 from pscluster.ps.storage.tensor_files import join
 from pscluster.v1 import ps_pb2
-
-if TYPE_CHECKING:
-    from pscluster.coordinator.data.positions import Positions
-    from pscluster.coordinator.strategy import ParameterServerStrategy
-    from pscluster.ps.handles.variable import Variable
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ BARRIER_SECONDS = 60.0
 LOOK_SECONDS = 0.5
 KEYS_AT_ONCE = 1 << 19  # of functions, in a request to restore: 4 MiB
 
-KEPT = {PROGRESS, POSITIONS, TRAINING}
+KEPT = PROGRESS, POSITIONS, TRAINING
 """Variables of our own, which a checkpoint has where something was kept."""
 
 
@@ -92,10 +91,10 @@ class Checkpoint(StaysHere):
 
     instead = "save and restore in the script"
 
-    def __init__(self, strategy: ParameterServerStrategy, *, barrier_timeout: float = BARRIER_SECONDS) -> None:
+    def __init__(self, strategy: HasJob, *, barrier_timeout: float = BARRIER_SECONDS) -> None:
         if not barrier_timeout > 0:
             raise ConfigurationError(f"barrier_timeout is {barrier_timeout}; give more than 0 seconds")
-        self.strategy = strategy
+        self.context = strategy.context
         self.barrier_timeout = barrier_timeout
 
     def mark(self, number: int = 0) -> MarkedCheckpoint:
@@ -109,42 +108,42 @@ class Checkpoint(StaysHere):
         try:
             return self._mark(number)
         except BaseException:
-            self.strategy.counts.checkpoints_failed += 1
+            self.context.counts.checkpoints_failed += 1
             raise
 
     def _mark(self, number: int) -> MarkedCheckpoint:
-        strategy, begin = self.strategy, time.monotonic()
-        strategy.check_restored()
-        strategy.client.directory()  # a server that is gone is waited for here, not while nothing runs
+        context, begin = self.context, time.monotonic()
+        check_restored(context)
+        context.client.directory()  # a server that is gone is waited for here, not while nothing runs
         with self._paused():
-            strategy.check_restored()  # others may have tried meanwhile
-            if strategy.positions is not None:
-                strategy.positions.save()
-            forgotten = strategy.dispatcher.forgotten() if strategy.dispatcher is not None else set()
+            check_restored(context)  # others may have tried meanwhile
+            if context.positions is not None:
+                context.positions.save()
+            forgotten = context.dispatcher.forgotten() if context.dispatcher is not None else set()
             index = Index(number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
-            directory = strategy.client.directory()[0]
+            directory = context.client.directory()[0]
             variables = [spec for spec in directory.variables if not spec.name.startswith(PINNED)]
             for spec in variables:
                 index.add_variable(spec)
-            index.partly_applied = strategy.partly_applied.count
-            index.partly_applied_last = strategy.partly_applied.last
+            index.partly_applied = context.partly_applied.count
+            index.partly_applied_last = context.partly_applied.last
             for optimizer in directory.optimizers:
                 index.optimizers[optimizer.name] = MessageToDict(optimizer, preserving_proto_field_name=True)
             mark = fresh_id()
             try:
-                strategy.client.checkpoint(ps_pb2.CheckpointRequest.MARK, mark)
+                context.client.checkpoint(ps_pb2.CheckpointRequest.MARK, mark)
                 reach("coordinator.mark.after")
             except BaseException:
                 with contextlib.suppress(PsClusterError):  # those that are there keep no old bytes for nobody
-                    strategy.client.checkpoint(ps_pb2.CheckpointRequest.DROP, mark)
+                    context.client.checkpoint(ps_pb2.CheckpointRequest.DROP, mark)
                 raise
         index.pause_seconds = round(time.monotonic() - begin, 6)
-        strategy.counts.checkpoint_pauses.add(index.pause_seconds)
-        return MarkedCheckpoint(strategy, mark, index, {spec.id: spec.name for spec in variables}, forgotten)
+        context.counts.checkpoint_pauses.add(index.pause_seconds)
+        return MarkedCheckpoint(context, mark, index, {spec.id: spec.name for spec in variables}, forgotten)
 
     def _paused(self) -> contextlib.AbstractContextManager[None]:
         """No function runs within the block."""
-        dispatcher = self.strategy.dispatcher
+        dispatcher = self.context.dispatcher
         return contextlib.nullcontext() if dispatcher is None else dispatcher.paused(self.barrier_timeout)
 
     def write(self, path: str) -> str:
@@ -176,13 +175,14 @@ class Checkpoint(StaysHere):
         path = str(path)
         index = read_index(path)
         check_whole(index, path)
-        strategy = self.strategy
-        positions = strategy.positions if progress else None
+        context = self.context
+        positions = context.positions if progress else None
         if positions is not None:
             positions.check_idle()
         self._check_names(index, path, partial)
         if progress:
-            strategy.prepare_progress(index.variables)
+            for name in KEPT:  # there has to be a place for it
+                JobProgress(context.variables, name).prepare(index.variables)
         requests = self._plan(index, path, progress)
         for request in requests.values():
             request.directory = path
@@ -190,7 +190,7 @@ class Checkpoint(StaysHere):
             many, last = index.partly_applied, index.partly_applied_last[-1:]
             logger.warning("%s may have parts of %d functions that had ended, the last: %s", path, many, *last or [""])
         with self._taking_place(requests, f"the restore of {path}", index.nbytes, positions):
-            strategy.partly_applied.clear()
+            context.partly_applied.clear()
             if positions is not None:
                 positions.restored()
         return index
@@ -203,9 +203,9 @@ class Checkpoint(StaysHere):
         Raises:
             WaitTimeoutError, UnavailableError: as `read`; it is not given up yet.
         """
-        nothing = {server: ps_pb2.RestoreRequest() for server in range(self.strategy.client.num_servers)}
+        nothing = {server: ps_pb2.RestoreRequest() for server in range(self.context.client.num_servers)}
         with self._taking_place(nothing, "giving up a restore"):
-            self.strategy.partly_applied.add("a restore", "was broken off in its last step, and given up")
+            self.context.partly_applied.add("a restore", "was broken off in its last step, and given up")
 
     @contextlib.contextmanager
     def _taking_place(
@@ -216,14 +216,14 @@ class Checkpoint(StaysHere):
         positions: Positions | None = None,
     ) -> Iterator[None]:
         """Within the block the servers have what they were to read, and no function runs yet."""
-        strategy, number = self.strategy, fresh_id()
+        context, number = self.context, fresh_id()
         for request in requests.values():
             request.id = number
         with contextlib.ExitStack() as pause:
             try:
                 for ahead in _ahead(requests):
-                    strategy.client.restore(ahead)
-                strategy.client.restore(requests, nbytes)
+                    context.client.restore(ahead)
+                context.client.restore(requests, nbytes)
                 reach("coordinator.stage.after")
                 pause.enter_context(self._paused())
                 if positions is not None:
@@ -231,17 +231,17 @@ class Checkpoint(StaysHere):
             except BaseException:
                 drops = {server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests}
                 with contextlib.suppress(PsClusterError):
-                    strategy.client.restore(drops)
+                    context.client.restore(drops)
                 raise
-            with strategy.restoring(what) as term:
+            with restoring(context, what) as term:
                 commits = {server: ps_pb2.RestoreRequest(id=number, commit=True, term=term) for server in requests}
-                strategy.client.restore(commits, nbytes)
+                context.client.restore(commits, nbytes)
                 reach("coordinator.commit.after")
             yield
 
     def _check_names(self, index: Index, path: str, partial: bool) -> None:
-        known = {variable.name for variable in self.strategy.all_variables}
-        missing = sorted(known - index.variables.keys() - KEPT)
+        known = {variable.name for variable in self.context.variables.all}
+        missing = sorted(known - index.variables.keys() - set(KEPT))
         if missing and not partial:
             raise CheckpointMisfitError(
                 f"{path} has no {', '.join(map(repr, missing))}: give partial=True to leave them as they are"
@@ -250,8 +250,8 @@ class Checkpoint(StaysHere):
             logger.warning("%s has variables that are not here: %s", path, ", ".join(surplus))
 
     def _plan(self, index: Index, path: str, progress: bool) -> dict[int, ps_pb2.RestoreRequest]:
-        requests = {server: ps_pb2.RestoreRequest() for server in range(self.strategy.client.num_servers)}
-        for variable in self.strategy.all_variables:
+        requests = {server: ps_pb2.RestoreRequest() for server in range(self.context.client.num_servers)}
+        for variable in self.context.variables.all:
             if variable.name in KEPT and not progress:
                 continue
             if variable.name in index.variables:
@@ -343,13 +343,13 @@ class MarkedCheckpoint:
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        context: JobContext,
         mark: int,
         index: Index,
         names: dict[int, str],
         forgotten: Collection[int] = (),
     ) -> None:
-        self._strategy = strategy
+        self._context = context
         self._forgotten = forgotten
         self._mark = mark
         self._names = names
@@ -357,7 +357,7 @@ class MarkedCheckpoint:
 
     def write(self, path: str) -> str:
         """Have it written; see `Checkpoint.write`."""
-        counts, begin, observed = self._strategy.counts, time.monotonic(), self._strategy.observed
+        counts, begin, observed = self._context.counts, time.monotonic(), self._context.observed
         try:
             self._write(path)
         except BaseException as error:
@@ -370,13 +370,13 @@ class MarkedCheckpoint:
         return path
 
     def _write(self, path: str) -> None:
-        client, index = self._strategy.client, self.index
+        client, index = self._context.client, self.index
         try:
             fs, where = fsspec.core.url_to_fs(path)
             fs.makedirs(where, exist_ok=True)
             if there(fs, join(where, INDEX)):
                 raise CheckpointError(f"there is a checkpoint in {path} already: nothing is written over one")
-            replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self._mark, path, _bytes(self._strategy))
+            replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self._mark, path, _bytes(self._context))
             reach("coordinator.parts.after")
             for server, reply in enumerate(replies):
                 name = part_name(server, client.num_servers)
@@ -402,8 +402,8 @@ def _remove_remains(path: str) -> None:
         fs.rm(where, recursive=True)
 
 
-def _bytes(strategy: ParameterServerStrategy) -> int:
-    return sum(variable.nbytes for variable in strategy.all_variables) * 4  # slots
+def _bytes(context: JobContext) -> int:
+    return sum(variable.nbytes for variable in context.variables.all) * 4  # slots
 
 
 class CheckpointManager(StaysHere):
@@ -427,7 +427,7 @@ class CheckpointManager(StaysHere):
         self,
         directory: str,
         *,
-        strategy: ParameterServerStrategy | None = None,
+        strategy: HasJob | None = None,
         max_to_keep: int | None = 5,
         every: float | None = None,
         barrier_timeout: float = BARRIER_SECONDS,
@@ -451,7 +451,7 @@ class CheckpointManager(StaysHere):
                 target=self._save_now_and_then, args=(every,), name="checkpoints", daemon=True
             )
             self._timer.start()
-        self.checkpoint.strategy.managers.add(self)
+        self.checkpoint.context.managers.add(self)
 
     # What there is
 
@@ -576,13 +576,13 @@ class CheckpointManager(StaysHere):
         with self._lock if wait else contextlib.nullcontext():  # a save has it
             self._closed = True
         self._writer.shutdown(wait)
-        self.checkpoint.strategy.managers.discard(self)
+        self.checkpoint.context.managers.discard(self)
 
     def end(self) -> None:
         """Close it since the job is over: what is being written is waited for, unless a server is gone."""
         self._end_timer(wait=False)
         while self._pending is not None and not wait_for(self._pending, LOOK_SECONDS):
-            if why := self.checkpoint.strategy.hopeless():
+            if why := self.checkpoint.context.hopeless():
                 logger.error("the checkpoint that is being written is not waited for: %s", why)
                 break
         self.close(wait=False)
@@ -636,10 +636,10 @@ class CheckpointManager(StaysHere):
             CheckpointMisfitError: the newest whole one is of other variables than there are here. To begin with the
                 initial values all the same, give another directory.
         """
-        strategy = self.checkpoint.strategy
-        if strategy.resumed:
+        context = self.checkpoint.context
+        if context.resumed:
             try:
-                strategy.check_restored()
+                check_restored(context)
             except CheckpointError as error:
                 logger.error("the variables that live on the servers are not gone on with: %s", error)
             else:
@@ -656,16 +656,14 @@ class CheckpointManager(StaysHere):
                 else:
                     logger.info("restored %s", path)
                     return RestoredFrom.CHECKPOINT
-        if strategy.resumed:  # and not whole: these are no initial values
-            strategy.check_restored()
+        if context.resumed:  # and not whole: these are no initial values
+            check_restored(context)
         logger.info("there is no checkpoint in %s: beginning with the initial values", self.directory)
         return RestoredFrom.NOTHING
 
 
-def _the_open_one() -> ParameterServerStrategy:
-    from pscluster.coordinator.strategy import open_strategies
-
-    found: Sequence[ParameterServerStrategy] = open_strategies()
+def _the_open_one() -> HasJob:
+    found = open_jobs()
     if len(found) != 1:
         raise MisuseError(f"{len(found)} strategies are open: say strategy=")
     return found[0]

@@ -21,6 +21,7 @@ from pscluster.coordinator.checkpoints.manager import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.data.positions import Number, Positions
+from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.observability import timeline
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling.dispatcher import Call, Dispatcher, ResourceRecipe, placeholder
@@ -122,9 +123,10 @@ class ClusterCoordinator(StaysHere):
             if value is not None and not value >= 1:
                 raise ValueError(f"{name} is {value}; it must be 1 or more")
         with _making:
-            if strategy._coordinator is not None:
-                strategy._coordinator._check_options(asked)
-                return strategy._coordinator
+            context = strategy.context
+            if isinstance(context.coordinator, ClusterCoordinator):
+                context.coordinator._check_options(asked)
+                return context.coordinator
             self = super().__new__(cls)
             self.strategy = strategy
             self._options = Options(
@@ -132,7 +134,7 @@ class ClusterCoordinator(StaysHere):
                 MAX_ATTEMPTS if max_attempts is None else max_attempts,
                 WORKER_LEASE if worker_lease is None else worker_lease,
             )
-            self._dispatcher = strategy.start_dispatcher(**dataclasses.asdict(self._options))
+            self._dispatcher = context.start_dispatcher(**dataclasses.asdict(self._options))
             self._captured = {}
             self._classes = {}
             self._made = Counter()
@@ -142,8 +144,8 @@ class ClusterCoordinator(StaysHere):
             self._per_worker = weakref.WeakValueDictionary()
             self._remains = deque()
             self._resolve_handle = self._handle_of
-            strategy._coordinator = self
-            strategy.positions = Positions(strategy, self._send_pipeline)
+            context.coordinator = self
+            context.positions = Positions(context.variables, self._dispatcher, self._send_pipeline)
             return self
 
     # By id of a function, or of an object and method of it, and gone when that is gone. Not by equality, which
@@ -290,7 +292,7 @@ class ClusterCoordinator(StaysHere):
                 return ""
             known = self._classes.get(cls)
             if known is None:
-                known = self._classes[cls] = class_definition(cls, trusted=self.strategy.trusted)
+                known = self._classes[cls] = class_definition(cls, trusted=self.context.variables.trusted)
             classes[known.digest] = known
             return known.digest
 
@@ -320,7 +322,7 @@ class ClusterCoordinator(StaysHere):
         deadline = None if timeout is None else time.monotonic() + timeout
         self._dispatcher.join(timeout)
         # A server that came back while functions ended may have lost what they did: that has been said by now.
-        self.strategy.wait_for_losses(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self.context.wait_for_losses(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def cancel_waiting(self, values: Iterable[RemoteValue]) -> int:
         """Cancel those of these functions that no worker has begun, once all that run have ended; how many.
@@ -359,6 +361,11 @@ class ClusterCoordinator(StaysHere):
         return self._dispatcher.explain()
 
     @property
+    def context(self) -> JobContext:
+        """What the parts of the job share; of use to pscluster itself."""
+        return self.strategy.context
+
+    @property
     def telemetry(self) -> CoordinatorTelemetry:
         """Figures of the job, for whoever looks on: `telemetry.snapshot()`."""
         return self.strategy.telemetry
@@ -375,8 +382,8 @@ class ClusterCoordinator(StaysHere):
         Raises:
             OSError: it can't be written.
         """
-        strategy = self.strategy
-        timeline.write(path, list(strategy.counts.attempts), timeline.collect(strategy.tasks))
+        context = self.context
+        timeline.write(path, list(context.counts.attempts), timeline.collect(context.tasks))
 
     def done(self) -> bool:
         """Has every scheduled function ended? Raises as `join` does."""
@@ -453,8 +460,9 @@ class ClusterCoordinator(StaysHere):
             TypeError: there is no way to read the source.
             ValueError: it has no examples, or an argument is out of its range.
         """
-        assert self.strategy.positions is not None  # made with the coordinator
-        return distribute(self.strategy.positions, source, reader=reader, name=name, on_error=on_error, retries=retries)
+        positions = self.context.positions
+        assert positions is not None  # made with the coordinator
+        return distribute(positions, source, reader=reader, name=name, on_error=on_error, retries=retries)
 
     def evaluate(
         self,
@@ -515,7 +523,7 @@ class ClusterCoordinator(StaysHere):
 
         captured = self.captured(step)
         if shards == "auto":
-            shards = 5 * len(self.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
+            shards = 5 * len(self.context.workers)
         if concurrent:
             return results_of(named, self._states_of_copies(step, captured.function, named, dataset, shards, timeout))
         evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
@@ -631,13 +639,13 @@ class ClusterCoordinator(StaysHere):
         for _ in range(len(self._remains)):
             with contextlib.suppress(IndexError):  # another evaluation has taken it
                 self._drop(self._remains.popleft())
-        pins = Pins(self.strategy)
+        pins = Pins(self.context)
         inner, shipped = captured, cast("Callable[..., Any] | FunctionHandle", step)
-        if self.strategy.trusted.pickles:  # without them its globals can be no others than they were
+        if self.context.variables.trusted.pickles:  # without them its globals can be no others than they were
             inner = captured.renamed(pins.rename)
             shipped = FunctionHandle(inner)
         evaluate_shard = partial_of(captured.name, states_of, shipped, metrics)
-        function = capture(evaluate_shard, pins.rename, trusted=self.strategy.trusted)
+        function = capture(evaluate_shard, pins.rename, trusted=self.context.variables.trusted)
         tasks: list[Task[Call]] = []
         found: list[RemoteValue] = []
         try:
@@ -782,7 +790,7 @@ class ClusterCoordinator(StaysHere):
             )
 
     def _captured_anew(self, fn: Callable[..., Any], *, holds_data: bool = False) -> CapturedFunction:
-        return capture(fn, trusted=self.strategy.trusted, holds_data=holds_data)
+        return capture(fn, trusted=self.context.variables.trusted, holds_data=holds_data)
 
 
 def _where_made(fn: Callable[..., Any]) -> str:
