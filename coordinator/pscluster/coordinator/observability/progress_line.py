@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.observability.events import Training
-from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 from pscluster.core.sanitize import shown as plain
 
 PLAIN_SECONDS = 2.0
@@ -49,7 +49,7 @@ class ProgressLine:
 
     def __init__(
         self,
-        coordinator: ClusterCoordinator,
+        coordinator: FunctionQueue,
         total: int | None = None,
         console: Console | None = None,
         *,

@@ -30,7 +30,7 @@ from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.job.context import HOPELESS
 from pscluster.coordinator.observability.events import Training
 from pscluster.coordinator.observability.progress_line import ProgressLine, choose_console
-from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
 from pscluster.coordinator.training.history import History
@@ -265,7 +265,7 @@ class Fit:
 
     def __init__(
         self,
-        coordinator: ClusterCoordinator,
+        coordinator: FunctionQueue,
         step: Callable[[Any], Any],
         data: DistributedDataset | PerWorkerDataset,
         *,
