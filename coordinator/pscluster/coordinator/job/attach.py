@@ -16,7 +16,7 @@ from pscluster.coordinator.job.terms import begin_term
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling import loop
-from pscluster.coordinator.scheduling.connections import PsLink
+from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.coordinator.variables.evaluation_snapshot import prefix_of
 from pscluster.coordinator.variables.placement import Placer
@@ -166,7 +166,7 @@ async def _attach(context: JobContext, peers: Sequence[PeerAddress], must_hold: 
         """For a server that came back: the rules that it keeps nowhere."""
         await asyncio.wrap_future(client.declare_again(server, list(optimizers)))
 
-    def is_back(server: PsLink) -> None:
+    def is_back(server: ServerAttachment) -> None:
         """On the loop's thread: a server that was restored."""
 
         async def tell_seen() -> None:
@@ -176,7 +176,7 @@ async def _attach(context: JobContext, peers: Sequence[PeerAddress], must_hold: 
         context.losses.begin(tell_seen)
 
     servers = [
-        PsLink(peer, request, declare_again, holding, context.observed)
+        ServerAttachment(peer, request, declare_again, holding, context.observed)
         for peer, holding in zip(peers, must_hold, strict=True)
     ]
     try:

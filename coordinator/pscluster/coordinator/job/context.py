@@ -1,7 +1,8 @@
 """What the parts of a job share: made when a strategy connects, passed to each of them, closed with the job.
 
-The strategy is what users see of it. Parts (checkpoints, positions of datasets, the dispatcher, the live page, figures)
-know the context and not the strategy, so that imports go one way: strategy -> parts -> context.
+The strategy is what users see of it. Parts (checkpoints, evaluations, the live page, figures) are passed the context,
+and know no strategy; what the context holds (dispatcher, positions of datasets, variables) is passed what it needs. So
+imports go one way: strategy -> parts -> context -> what it holds.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pscluster.coordinator.local.local_cluster import LocalCluster, LocalCluster
 from pscluster.coordinator.observability.events import Observed
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.scheduling import loop
-from pscluster.coordinator.scheduling.connections import PsLink, out_of_reach
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
+from pscluster.coordinator.scheduling.server_link import ServerAttachment, out_of_reach
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec
 from pscluster.core.errors import MisuseError, PSUnavailableError
@@ -107,7 +108,7 @@ class JobContext:
         self.variables = variables
         self.tasks = list(tasks)
         self.workers = [peer for peer in tasks if peer.role == "worker"]
-        self.servers: list[PsLink] = []
+        self.servers: list[ServerAttachment] = []
         self.dispatcher: Dispatcher | None = None
         self.coordinator: object = None
         self.positions: Positions | None = None

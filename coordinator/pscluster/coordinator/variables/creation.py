@@ -19,8 +19,7 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocation
 from pscluster.ps.handles.variable import Variable, VariableList
-from pscluster.ps.server.store import partition_of
-from pscluster.ps.spec import OURS
+from pscluster.ps.spec import OURS, partition_of
 from pscluster.v1 import definition_pb2, ps_pb2
 
 _TAKEN = {
