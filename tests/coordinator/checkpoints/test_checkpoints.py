@@ -35,11 +35,11 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.api import Checkpoint, CheckpointManager, RestoredFrom
-from pscluster.coordinator.checkpoints import manager as manager_module
+from pscluster.coordinator.checkpoints import checkpoint as checkpoint_module
 from pscluster.coordinator.checkpoints import tools
+from pscluster.coordinator.checkpoints.checkpoint import MarkedCheckpoint
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import check_whole, read_index
-from pscluster.coordinator.checkpoints.manager import MarkedCheckpoint
 from pscluster.coordinator.cli.main import cli
 from pscluster.coordinator.job import context as job_context
 from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
@@ -488,7 +488,7 @@ def test_a_directory_that_goes_away(
         if when == "written":
             patch.setattr(PsClient, "checkpoint", removes)
         else:
-            patch.setattr(manager_module, "check_whole", removes_later)
+            patch.setattr(checkpoint_module, "check_whole", removes_later)
         refused(model, manager.save, "ckpt-000002")
     assert manager.checkpoints == [good]
     model.train(1)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
-from pscluster.coordinator.checkpoints.manager import BARRIER_SECONDS
+from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.data.positions import Number, Positions
@@ -28,12 +28,7 @@ from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.variables.evaluation_snapshot import Pins
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
-from pscluster.core.functions.definitions import (
-    CapturedFunction,
-    FunctionHandle,
-    capture,
-    partial_of,
-)
+from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, capture, partial_of
 from pscluster.core.values import HandleResolver, encode_call, map_structure
 from pscluster.core.values.handles import Handle, StaysHere
 from pscluster.ps.handles.metrics import MetricLike
