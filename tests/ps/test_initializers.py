@@ -477,7 +477,7 @@ def test_constants_at_the_edge() -> None:
         (lambda: RandomUniform(1.0, 1.0), "minval is 1.0; it must be below maxval, which is 1.0"),
         (lambda: RandomUniform(math.nan, 1.0), "minval is nan; it must be a finite number"),
         (lambda: RandomUniform(0, 1 << 63), "maxval is 9223372036854775808; it must be a whole number, at least"),
-        (lambda: RandomNormal(0.0, -1.0), "stddev is -1.0; it must be a number, at least 0"),
+        (lambda: RandomNormal(0.0, -1.0), "stddev is -1.0; it must be a number, 0 or more"),
         (lambda: RandomNormal("a"), "random_normal: mean is 'a'; it must be a finite number"),  # type: ignore[arg-type]
         (lambda: TruncatedNormal(stddev=math.inf), "truncated_normal: stddev is inf"),
         (lambda: GlorotNormal(-1), "glorot_normal: seed is -1; it must be a whole number, at least 0 and below 9,223,"),

@@ -77,11 +77,12 @@ def _within(number: float, limits: Mapping[str, Any]) -> bool:
 
 
 def _refusal(name: str, value: object, wanted: str, limits: Mapping[str, Any], mend: str) -> ValueError:
-    bounds = [f"{limit.replace('_', ' ')} {_shown(bound)}" for limit, bound in limits.items()]
-    return ValueError(
-        f"{name} is {value!r}; it must be {', '.join([wanted, ' and '.join(bounds)][: 1 + bool(bounds)])}{mend}"
-    )
+    if limits.keys() == {"at_least"}:
+        wanted += f", {_shown(limits['at_least'])} or more"
+    elif limits:
+        wanted += ", " + " and ".join(f"{limit.replace('_', ' ')} {_shown(bound)}" for limit, bound in limits.items())
+    return ValueError(f"{name} is {value!r}; it must be {wanted}{mend}")
 
 
-def _shown(bound: object) -> str:
+def _shown(bound: float) -> str:
     return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
