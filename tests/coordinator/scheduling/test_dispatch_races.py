@@ -20,9 +20,11 @@ from pscluster.coordinator import (
     RemoteValueStatus,
 )
 from pscluster.coordinator import strategy as strategy_module
+from pscluster.coordinator.scheduling import call as call_module
 from pscluster.coordinator.scheduling import connections, loop
 from pscluster.coordinator.scheduling import dispatcher as dispatch
-from pscluster.coordinator.scheduling.dispatcher import Call, Dispatcher, ResourceRecipe
+from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placeholder
+from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.scheduler import Scheduler, Task
 from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.scheduling.waiting import Condition
@@ -392,7 +394,7 @@ def test_arguments_too_large_for_a_message_are_refused(
     straw: Callable[..., Straw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By `schedule`, or as that function's error where it is another's result that makes them so."""
-    monkeypatch.setattr(dispatch, "MAX_INLINE_BYTES", 1 << 20)
+    monkeypatch.setattr(call_module, "MAX_INLINE_BYTES", 1 << 20)
     cluster = straw()
     (worker,) = cluster.workers
     function = capture(nothing)
@@ -404,7 +406,7 @@ def test_arguments_too_large_for_a_message_are_refused(
             (argument,),
             {},
             into=step.arguments,
-            remote=lambda leaf, _: dispatch.placeholder("x") if isinstance(leaf, RemoteValue) else None,
+            remote=lambda leaf, _: placeholder("x") if isinstance(leaf, RemoteValue) else None,
         )
         return Call(function, weakref.ref(value), step.arguments, [], dict(waiting)), value
 

@@ -23,7 +23,8 @@ from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIte
 from pscluster.coordinator.data.positions import Number, Positions
 from pscluster.coordinator.observability import timeline
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
-from pscluster.coordinator.scheduling.dispatcher import Call, Dispatcher, ResourceRecipe, placeholder
+from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placeholder
+from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy

@@ -23,26 +23,41 @@ import math
 import random
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import grpc
 import tenacity
 
-from pscluster.coordinator.data.dataset import DataPart
 from pscluster.coordinator.observability.events import Observed
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
+from pscluster.coordinator.scheduling.call import (
+    Call,
+    ResourceRecipe,
+    fill_arguments,
+    step_of,
+    with_dependents,
+)
 from pscluster.coordinator.scheduling.connections import (
     LOST_CONNECTION,
     Distrust,
     end_job,
     seconds_to_redial,
     why_lost,
+)
+from pscluster.coordinator.scheduling.outcomes import (
+    cancelled_error,
+    deadly,
+    not_begun,
+    raised,
+    says_data_unread,
+    says_server_lost,
+    told_of_part,
+    too_long,
+    unpreparable,
 )
 from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
@@ -53,28 +68,22 @@ from pscluster.coordinator.scheduling.worker_connection import TELL_SECONDS, Wor
 from pscluster.core.awake import AwakeTime
 from pscluster.core.errors import (
     CancelledError,
-    DatasetError,
     FunctionError,
-    FunctionTimeoutError,
     MisuseError,
     PsClusterError,
     PSUnavailableError,
-    StaleError,
     UnavailableError,
     WaitTimeoutError,
-    from_rpc,
 )
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.definitions import CapturedFunction, split_off_bulk
 from pscluster.core.metrics.registry import Snapshot
 from pscluster.core.metrics.trace import EACH, SHORT_SECONDS
-from pscluster.core.transport.channels import MAX_INLINE_BYTES, PeerAddress
+from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.tcp.client import DataPort
-from pscluster.core.values import MAX_DEPTH, Buffer, ClassDefiner, children, nesting, splice
-from pscluster.core.values.handles import Handle
+from pscluster.core.values import Buffer
 from pscluster.ps.server.dedup import IntervalSet
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
-from pscluster.worker.failures import PARTLY_APPLIED, failure_of, rebuild_failure
 
 logger = logging.getLogger(__name__)
 
@@ -108,70 +117,7 @@ Outcome = worker_pb2.Outcome
 
 _ENDED = (State.DONE, State.FAILED, State.CANCELLED)
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-def _nothing() -> Mapping[str, Any]:
-    return _NOTHING
-
-
 T = TypeVar("T")
-E = TypeVar("E", bound=FunctionError)
-
-_STEP_BYTES = 64  # of a step without arguments
-_DATASET_ERROR = DatasetError.__module__, DatasetError.__qualname__
-_SERVER_LOST = PSUnavailableError.__module__, PSUnavailableError.__qualname__
-
-
-@dataclass(slots=True)
-class Call:
-    """What a task carries: the function, its arguments, and who waits for the result.
-
-    A million of them may be queued: what is empty is shared, and the message is made when it is sent.
-    """
-
-    function: CapturedFunction
-    result: weakref.ref[RemoteValue]
-    arguments: value_pb2.Value | None = None
-    attachments: list[memoryview] | tuple[()] = ()  # large arrays among them
-    # RemoteValues among them, by the key of their placeholder.
-    remote: Mapping[str, RemoteValue] = field(default_factory=_nothing)
-    # Classes of dataclasses among them, which the worker may have to be given; and what adds to them.
-    classes: Mapping[str, CapturedFunction] = field(default_factory=_nothing)
-    define: ClassDefiner | None = None
-    # Handles among them: a per-worker iterator lives on the workers for as long as its handle does.
-    handles: Sequence[Handle] = ()
-    deaths: Sequence[str] = ()  # of workers that were running it
-    retries: int = 0  # how often it may raise and is run again
-    timeout: float | None = None  # seconds that it may run, each time
-    failures: int = 0
-    key: int = 0  # its name in the work, for the servers; 0: it has none
-    parts: Sequence[DataPart] = ()  # of distributed datasets, among the handles
-    apart: bool = False  # its error is that of who waits for it, and of nobody else
-    applied: bool = False  # some attempt may have applied updates
-
-    @property
-    def data_retries(self) -> int:
-        """How often it is run again when its examples can't be read."""
-        return max((part.dataset.retries for part in self.parts), default=0)
-
-    @property
-    def skips(self) -> bool:
-        """Is it to leave out what it can't read, since others have tried?"""
-        return self.failures >= self.data_retries and all(part.dataset.on_error == "skip" for part in self.parts)
-
-    @property
-    def size(self) -> int:
-        """Bytes in the message that runs it, about."""
-        return _STEP_BYTES if self.arguments is None else _STEP_BYTES + self.arguments.ByteSize()
-
-
-@dataclass(frozen=True, slots=True)
-class ResourceRecipe:
-    """A per-worker resource, to be built on every worker, anew on those that return."""
-
-    message: worker_pb2.Resource
-    function: CapturedFunction
 
 
 @dataclass(slots=True)
@@ -327,8 +273,7 @@ class Dispatcher:
         """
         deadline = None if left is None else time.monotonic() + left
         blockers = list(call.remote.values())
-        if (size := call.size) > MAX_INLINE_BYTES:
-            raise TypeError(_too_large(size))
+        size = call.check_size()
         # The lock and not its condition: entering that is Python code, where Ctrl-C could leave it locked for ever.
         with self._lock:
             while True:
@@ -386,7 +331,7 @@ class Dispatcher:
         if (error := self._scheduler.error) is not None:
             if self._scheduler.final:  # to do it again would be of no use
                 raise error.with_traceback(None)
-            raise _cancelled(name, error) from error
+            raise cancelled_error(name, error) from error
 
     def wait_for(self, values: Sequence[RemoteValue], left: float | None, timeout: float | None) -> None:
         """Wait, for `left` of the `timeout` seconds that the user gave, until these have their values.
@@ -412,7 +357,7 @@ class Dispatcher:
         """Those that have not ended."""
         wanted = set(map(id, values))
         with self._lock:
-            return _with_dependents([task for task in self._scheduler.tasks() if id(task.payload.result()) in wanted])
+            return with_dependents([task for task in self._scheduler.tasks() if id(task.payload.result()) in wanted])
 
     def withdraw(self, tasks: Sequence[Task[Call]]) -> None:
         """Nobody waits for these any more: what has not begun never does, what runs is asked to stop."""
@@ -440,11 +385,11 @@ class Dispatcher:
                 task for _, task in self._scheduler.strays if wanted is None or id(task.payload.result()) in wanted
             ]
             ended = [task for task in tasks if task.state in _ENDED]
-            cancelled, left = self._scheduler.cancel(_with_dependents(tasks))
+            cancelled, left = self._scheduler.cancel(with_dependents(tasks))
             for task in left:
                 task.payload.applied = True  # or not: nobody knows
             for task in cancelled:
-                error = _cancelled(task.payload.function.name, None, task.payload.applied)
+                error = cancelled_error(task.payload.function.name, None, task.payload.applied)
                 self._set_error(task, error, RemoteValueStatus.CANCELLED)
             self._changed.notify_all()
             if left or (ended and kill_after is not None):
@@ -499,7 +444,7 @@ class Dispatcher:
             return False
         full = self._scheduler.waiting >= self._max_queued
         position, now = self._scheduler.place(index, len(tasks)), time.monotonic()
-        connection.send(position, [_step(task, task.attempts + 1, self.term) for task in tasks])
+        connection.send(position, [step_of(task, task.attempts + 1, self.term) for task in tasks])
         self._scheduler.give(index, tasks, position, now)
         self._counted.sent(tasks, now)
         link.heard, link.sent = now, position + len(tasks) - 1
@@ -829,7 +774,7 @@ class Dispatcher:
             link.doomed.set()
             return []
         task.payload.applied = True  # or not: it has not said, and goes on
-        error, before = self._too_long(index, task), scheduler.error
+        error, before = too_long(index, task), scheduler.error
         failed, cancelled = scheduler.time_out(index, task, error)
         self._counted.remember(task, task.payload.function.name, index, time.monotonic(), "failed")
         if failed is not None:
@@ -1170,7 +1115,7 @@ class Dispatcher:
             if first is not None:
                 asked = first.state is State.LIMBO and first.id == self._scheduler.workers[index].asked
                 late = asked and not self._may_retry(index, first, "ran too long")
-                last = self._too_long(index, first) if late else self._deadly(index, first)
+                last = too_long(index, first) if late else deadly(index, first, self._max_attempts)
                 failed, cancelled = self._scheduler.requeue(index, last, first.id if late else 0)
                 for task in failed:
                     self._say(index, last)
@@ -1219,7 +1164,7 @@ class Dispatcher:
             with self._lock:
                 self._scheduler.never_sent(index, task)
             return worker_pb2.Step()
-        return _step(task, task.attempts, self.term)
+        return step_of(task, task.attempts, self.term)
 
     async def _prepare(
         self,
@@ -1240,13 +1185,11 @@ class Dispatcher:
                 continue  # one like the one before, with nothing to prepare
             last = call.function.digest
             try:
-                _fill_arguments(call)
+                fill_arguments(call)
                 for each in (call.function, *call.classes.values()):
                     await self._define(link, connection, each)
             except (grpc.RpcError, MisuseError, TypeError) as error:
-                failure = from_rpc(error, str(link.peer)) if isinstance(error, grpc.RpcError) else error
-                if _is_of_link(failure):
-                    raise
+                failure = unpreparable(error, link.peer)
                 # What was taken behind it goes back, and is taken anew.
                 self._fail(index, task.id, failure)
                 with self._changed:
@@ -1310,14 +1253,12 @@ class Dispatcher:
             try:
                 await self._define(link, connection, recipe.function)
             except (grpc.RpcError, MisuseError, TypeError) as error:
-                failure = from_rpc(error, str(link.peer)) if isinstance(error, grpc.RpcError) else error
-                if _is_of_link(failure):
-                    raise
+                failure = unpreparable(error, link.peer)
                 if isinstance(failure, PSUnavailableError):  # the cluster's error, and not of the dataset
                     self._resources.pop(number, None)
                     with self._lock:
                         self._doubt_servers()
-                    self._abort(self._not_begun(recipe.function, link.peer.index, 0, failure), final=False)
+                    self._abort(not_begun(recipe.function, link.peer.index, 0, failure), final=False)
                     continue
                 # The error of whoever uses it, as one of `dataset_fn` is: others need not hear of it.
                 resource.unloadable = f"{recipe.function.name} can't be used on {link.peer}: {failure}"
@@ -1402,16 +1343,14 @@ class Dispatcher:
             self._settle_cancelled([task])
             return False
         what = "failed" if kind == Outcome.FAILED else "ran too long"
-        if (outcome.failure.module, outcome.failure.qualname) == _SERVER_LOST:
+        if says_server_lost(outcome.failure):
             self._doubt_servers()
         if self._may_retry(index, task, what, outcome.failure):
             remember("failed, run again")
             return True
         remember("failed")
         failed = kind == Outcome.FAILED
-        self._fail_with(
-            index, task, self._raised(index, task, outcome.failure) if failed else self._too_long(index, task)
-        )
+        self._fail_with(index, task, raised(index, task, outcome.failure) if failed else too_long(index, task))
         return False
 
     # On the loop's thread
@@ -1452,7 +1391,7 @@ class Dispatcher:
         if task.withdrawn:
             return False
         retries = call.retries
-        if failure is not None and (failure.module, failure.qualname) == _DATASET_ERROR:
+        if says_data_unread(failure):
             retries = max(retries, call.data_retries)
         if call.failures >= retries or self._scheduler.error is not None:
             return False
@@ -1471,41 +1410,6 @@ class Dispatcher:
             self._set_error(failed, error, RemoteValueStatus.FAILED)
         self._settle_cancelled(cancelled)
 
-    @staticmethod
-    def _raised(index: int, task: Task[Call], failure: worker_pb2.Failure) -> FunctionError:
-        attempts = task.attempts + task.payload.failures
-        return rebuild_failure(
-            failure,
-            function=task.payload.function.name,
-            worker=index,
-            attempts=attempts,
-            partly_applied=task.payload.applied,
-        )
-
-    def _deadly(self, index: int, task: Task[Call]) -> FunctionError:
-        call, error = task.payload, FunctionError()
-        error.function, error.worker, error.attempts = call.function.name, index, self._max_attempts
-        error.summary = (
-            f"{error.function} was running on {self._max_attempts} workers that died, so it may be what kills them, "
-            f"and goes to no other: {'; '.join(call.deaths)}"
-        )
-        return _told_of_part(call, error)
-
-    @staticmethod
-    def _too_long(index: int, task: Task[Call]) -> FunctionTimeoutError:
-        call, error = task.payload, FunctionTimeoutError()
-        error.function, error.worker, error.attempts = call.function.name, index, task.attempts + call.failures
-        error.summary = f"{error.function} ran longer than its timeout of {call.timeout:g} s on worker {index}"
-        return _told_of_part(call, error)
-
-    @staticmethod
-    def _not_begun(function: CapturedFunction, worker: int, attempts: int, why: Exception) -> FunctionError:
-        # Also an instance of why's class: a server that is gone is to be caught as such, whoever noticed first.
-        error = rebuild_failure(failure_of(why), function=function.name, worker=worker, attempts=attempts)
-        error.remote_traceback = ""  # it is not the worker's
-        error.summary = f"{function.name} can't be started on worker {worker}: {why}"
-        return error
-
     def _fail(self, index: int, number: int, failure: Exception) -> None:
         """A function that never ran fails: it, or its arguments, can't be brought to the worker."""
         with self._changed:
@@ -1513,8 +1417,8 @@ class Dispatcher:
                 self._doubt_servers()
             task = self._scheduler.workers[index].sent.get(number)
             if task is not None:
-                error = self._not_begun(task.payload.function, index, task.attempts, failure)
-                _told_of_part(task.payload, error)  # an attempt before this one
+                error = not_begun(task.payload.function, index, task.attempts, failure)
+                told_of_part(task.payload, error)  # an attempt before this one
                 self._say(index, error)
                 _, cancelled = self._scheduler.fail(index, number, error)
                 self._set_error(task, error, RemoteValueStatus.FAILED)
@@ -1547,7 +1451,7 @@ class Dispatcher:
             if first is not None and self._scheduler.final:  # to schedule it again would be of no use
                 self._set_error(task, first, RemoteValueStatus.CANCELLED)
                 continue
-            error = _cancelled(task.payload.function.name, first, task.payload.applied)
+            error = cancelled_error(task.payload.function.name, first, task.payload.applied)
             self._set_error(task, error, RemoteValueStatus.CANCELLED)
 
     def _say(self, index: int, error: FunctionError) -> None:
@@ -1707,44 +1611,9 @@ class Dispatcher:
                 forgotten.difference_update(keys)
 
 
-def _cancelled(name: str, first: Exception | None, applied: bool = False) -> CancelledError:
-    why = f"because another function failed first ({type(first).__name__})" if first else "before it had ended"
-    if applied:
-        why += f". {PARTLY_APPLIED} If it should count"
-    error = CancelledError(f"{name} was cancelled {why}: schedule it again")
-    error.__cause__ = first
-    return error
-
-
-def _with_dependents(tasks: Iterable[Task[Call]]) -> list[Task[Call]]:
-    """These, and those that will never have their arguments without them."""
-    found, todo = dict[Task[Call], None](), list(tasks)
-    while todo:
-        task = todo.pop()
-        if task in found:
-            continue
-        found[task] = None
-        value = task.payload.result()
-        if value is not None and value.dependents:
-            todo += value.dependents
-    return list(found)
-
-
-def _told_of_part(call: Call, error: E) -> E:
-    """The error of a call that is over, which says whether it may have applied a part."""
-    if call.applied:
-        error.partly_applied, error.summary = True, f"{error.summary}\n{PARTLY_APPLIED}"
-    return error
-
-
 def _listed(found: Sequence[str]) -> str:
     """What there is several times once, with its number."""
     return ", ".join(name if count == 1 else f"{count} times {name}" for name, count in Counter(found).items())
-
-
-def _is_of_link(failure: Exception) -> bool:
-    """The worker is gone, or this attachment to it: not that it says that a parameter server is out of its reach."""
-    return isinstance(failure, UnavailableError | StaleError) and not isinstance(failure, PSUnavailableError)
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -1784,59 +1653,3 @@ def _has_definition(link: LinkState, function: CapturedFunction) -> bool:
         return False
     link.known[function.digest] = link.known.pop(function.digest)
     return True
-
-
-def _step(task: Task[Call], attempt: int, term: int) -> worker_pb2.Step:
-    call = task.payload
-    step = worker_pb2.Step(
-        function=task.id,
-        attempt=attempt,
-        definition=call.function.digest,
-        arguments=call.arguments,
-        want_result=call.result() is not None,
-        key=call.key,
-        term=term,
-    )
-    if call.parts:
-        step.parts.extend(part.handle_key for part in call.parts)
-        step.skips = call.skips
-    return step
-
-
-PLACEHOLDER = "remote-value"
-
-
-def placeholder(key: str) -> value_pb2.Value:
-    """What stands for a RemoteValue argument until its value is ready."""
-    return value_pb2.Value(handle=value_pb2.Handle(kind=PLACEHOLDER, key=key))
-
-
-def _too_large(size: int) -> str:
-    return (
-        f"the arguments take {size >> 20} MiB in one message, more than {MAX_INLINE_BYTES >> 20}: pass arrays or "
-        "bytes, which travel beside it, in place of many small objects"
-    )
-
-
-def _fill_arguments(call: Call) -> None:
-    """Put the values of RemoteValue arguments, ready now, in the places of their placeholders.
-
-    Raises:
-        TypeError: with them the arguments can't be sent.
-    """
-    if not call.remote or call.arguments is None or isinstance(call.attachments, tuple):
-        return
-    todo = [call.arguments]
-    while todo:
-        value = todo.pop()
-        kind = value.WhichOneof("kind")
-        if kind == "handle" and value.handle.kind == PLACEHOLDER:
-            message, buffers = call.remote[value.handle.key]._encoded()
-            value.CopyFrom(splice(message, buffers, call.attachments, define=call.define))
-        else:
-            todo += children(value, kind)
-    if (size := call.size) > MAX_INLINE_BYTES:
-        raise TypeError(_too_large(size))
-    if nesting(call.arguments) > MAX_DEPTH:
-        raise TypeError(f"with the values of RemoteValues its arguments are nested more than {MAX_DEPTH} levels deep")
-    call.remote = _NOTHING
