@@ -371,12 +371,12 @@ def test_only_a_worker_without_any_function_steals(straw: Callable[..., Straw]) 
             cluster.schedule()
         await until(lambda: all(len(cluster.state(index)) == 2 for index in range(2)))
         for index in range(2):
-            await until(lambda index: cluster.dispatcher._links[index].hungry, index)
+            await until(lambda index: cluster.dispatcher._scheduler.workers[index].idle, index)
             cluster.dispatcher._consider_stealing(index)
-        assert cluster.dispatcher._links[0].hungry
+        assert cluster.dispatcher._scheduler.workers[0].idle
         idle = second.last
         second.last.tell(Outcome.DONE, *cluster.state(1))
-        await until(lambda: not cluster.state(1) and cluster.dispatcher._links[1].hungry)
+        await until(lambda: not cluster.state(1) and cluster.dispatcher._scheduler.workers[1].idle)
         assert first.last.recalls == []
         cluster.dispatcher._consider_stealing(1)
         await until(lambda: first.last.recalls)
@@ -742,7 +742,7 @@ def test_ctrl_c_in_schedule_loses_no_wake_up(straw: Callable[..., Straw]) -> Non
 
     async def scenario() -> None:
         await cluster.start()
-        await until(lambda: dispatcher._links[0].hungry)
+        await until(lambda: dispatcher._scheduler.workers[0].idle)
         await interrupted("_scheduler", "add")
         cluster.schedule()
         await until(lambda: worker.last.functions == [1])
@@ -764,7 +764,7 @@ def test_ctrl_c_while_a_function_is_handed_over(straw: Callable[..., Straw]) -> 
     async def scenario() -> None:
         await cluster.start()
         for number, name in enumerate(("offer", "place", "give"), 1):
-            await until(lambda: dispatcher._links[0].hungry)
+            await until(lambda: dispatcher._scheduler.workers[0].idle)
             scheduler, values = dispatcher._scheduler, list[RemoteValue]()
             dispatcher._scheduler = Interrupted(scheduler, name)  # type: ignore[assignment]
             with pytest.raises(KeyboardInterrupt):
@@ -788,7 +788,7 @@ def test_what_is_scheduled_behind_an_error_is_not_asked_back(straw: Callable[...
     async def scenario() -> None:
         await cluster.start()
         cluster.schedule()
-        await until(lambda: worker.last.functions == [1] and cluster.dispatcher._links[0].hungry)
+        await until(lambda: worker.last.functions == [1] and cluster.dispatcher._scheduler.workers[0].idle)
         failure = Outcome(function=1, kind=Outcome.FAILED)
         worker.last._take(worker.last, [failure])
         with pytest.raises(FunctionError):

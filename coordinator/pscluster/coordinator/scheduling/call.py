@@ -50,7 +50,6 @@ class Call:
     deaths: Sequence[str] = ()  # of workers that were running it
     retries: int = 0  # how often it may raise and is run again
     timeout: float | None = None  # seconds that it may run, each time
-    failures: int = 0
     key: int = 0  # its name in the work, for the servers; 0: it has none
     parts: Sequence[DataPart] = ()  # of distributed datasets, among the handles
     apart: bool = False  # its error is that of who waits for it, and of nobody else
@@ -60,11 +59,6 @@ class Call:
     def data_retries(self) -> int:
         """How often it is run again when its examples can't be read."""
         return max((part.dataset.retries for part in self.parts), default=0)
-
-    @property
-    def skips(self) -> bool:
-        """Is it to leave out what it can't read, since others have tried?"""
-        return self.failures >= self.data_retries and all(part.dataset.on_error == "skip" for part in self.parts)
 
     @property
     def size(self) -> int:
@@ -131,7 +125,9 @@ def step_of(task: Task[Call], attempt: int, term: int) -> worker_pb2.Step:
     )
     if call.parts:
         step.parts.extend(part.handle_key for part in call.parts)
-        step.skips = call.skips
+        # Whether it is to leave out what it can't read, since others have tried.
+        tried = task.failures >= task.data_retries
+        step.skips = tried and all(part.dataset.on_error == "skip" for part in call.parts)
     return step
 
 

@@ -3,7 +3,7 @@
 One lock guards the scheduler and all RemoteValues' transitions; it is held for decisions only. User threads
 enter tasks and wait on its condition; a thread for each worker takes its outcomes; the loop's thread looks after
 connections, takes tasks back, and has for each worker a writer that prepares tasks and sends them. While a writer waits
-for something to do (its worker is `hungry`), the other threads send for it what needs no preparation, under the lock:
+for something to do (its worker is idle), the other threads send for it what needs no preparation, under the lock:
 a message is started there, not waited for. So a function that is scheduled alone goes to its worker without a word
 to the loop.
 
@@ -61,7 +61,7 @@ from pscluster.coordinator.scheduling.outcomes import (
 )
 from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
-from pscluster.coordinator.scheduling.scheduler import Late, Scheduler, State, Task
+from pscluster.coordinator.scheduling.scheduler import Ending, Late, Scheduler, State, Task, WorkerState
 from pscluster.coordinator.scheduling.server_link import ServerAttachment, out_of_reach
 from pscluster.coordinator.scheduling.waiting import Condition, result_of
 from pscluster.coordinator.scheduling.worker_connection import TELL_SECONDS, WorkerConnection
@@ -128,9 +128,6 @@ class LinkState:
     wake: asyncio.Event
     connection: WorkerConnection | None = None
     up: bool = False
-    leaving: bool = False
-    hungry: bool = False
-    stealing: bool = False
     known: dict[str, None] = field(default_factory=dict)  # definitions, the last used one at the end
     built: set[int] = field(default_factory=set)
     restarts: int = -1
@@ -183,7 +180,7 @@ class Look:
 class Recall:
     """Tasks of a worker, where they were when it was decided to ask for them back: soon they may be elsewhere."""
 
-    link: LinkState
+    worker: WorkerState[Call]
     connection: WorkerConnection
     functions: Sequence[int]
     positions: Sequence[int]
@@ -212,16 +209,14 @@ class Dispatcher:
         self._partly_applied = partly_applied or PartlyApplied()
         self._servers = list(servers)
         self._attach = attach
-        self._max_queued = max_queued
         self._max_attempts = max_attempts
         self._worker_lease = worker_lease
         self._lock = threading.Lock()
         self._changed = Condition(self._lock)
-        self._scheduler: Scheduler[Call] = Scheduler(len(workers), max_attempts)
+        self._scheduler: Scheduler[Call] = Scheduler(len(workers), max_attempts, max_queued)
         self._links = [LinkState(peer, asyncio.Event()) for peer in workers]
         self._resources: dict[int, ResourceRecipe] = {}
         self._wake_asked = False
-        self._turn = 0  # whose turn it is when there is less to do than there are idle workers
         self._closed = False
         self._no_workers: PsClusterError | None = None  # why none will come by itself
         self.term = attach.term
@@ -229,9 +224,6 @@ class Dispatcher:
         self._cancelled_by_error = 0
         self._final_told = False
         self._no_worker_since = self._failed_at = time.monotonic()
-        self._alone: int | None = None  # the thread that alone may schedule
-        self._keys: set[int] = set()  # of functions that are scheduled and have not ended
-        self._to_forget: set[int] = set()  # keys
         self._forgotten = [set[int]() for _ in servers]  # those that each server has not been told of yet
         self._timed = asyncio.Event()  # some functions have a timeout
         self._jobs: list[asyncio.Task[None]] = []
@@ -241,22 +233,21 @@ class Dispatcher:
     def forget(self, keys: Mapping[int, str]) -> None:
         """Functions with these keys will not be scheduled again: let the servers forget what they did."""
         with self._lock:
-            early = [name for key, name in keys.items() if key in self._keys]
+            early = [name for key, name in keys.items() if self._scheduler.is_scheduled(key)]
             if early:
                 raise MisuseError(f"functions with the keys {early[:5]} have not ended: join first, then forget them")
-            self._to_forget.update(keys)
+            self._scheduler.forget(keys)
 
     def forget_ended(self, keys: Iterable[int]) -> set[int]:
         """As `forget`, but for those that are scheduled again; the others."""
         with self._lock:
-            ended = {key for key in keys if key not in self._keys}
-            self._to_forget.update(ended)
-        return ended
+            return self._scheduler.forget(keys)
 
     def forgotten(self) -> set[int]:
         """Keys that will not be scheduled again, and that some server may not have been told of yet."""
         with self._lock:
-            return self._to_forget.union(*(keys.copy() for keys in self._forgotten))  # copied at once: the loop's
+            told_of = [keys.copy() for keys in self._forgotten]  # copied at once: the loop's
+            return set[int]().union(self._scheduler.to_forget, *told_of)
 
     def at_once(self, look: Callable[[], T]) -> T:
         """What it gives while nothing begins or ends. It may take positions' locks, and no others."""
@@ -285,8 +276,7 @@ class Dispatcher:
                     raise self._no_workers.with_traceback(None)
                 if self._closed:
                     raise CancelledError("the strategy is closed: no function can be scheduled any more")
-                mine = self._alone in (None, threading.get_ident())
-                if mine and self._scheduler.waiting < self._max_queued:
+                if self._scheduler.may_add(threading.get_ident()):
                     break
                 if not self._changed.wait(None if deadline is None else deadline - time.monotonic()):
                     raise WaitTimeoutError(f"the time is over before all was scheduled: {self._describe()}")
@@ -294,14 +284,24 @@ class Dispatcher:
             for value in blockers:
                 if value._error is not None:
                     raise CancelledError(f"an argument has no value: {value!r}") from value._error
-            if call.key in self._keys:
+            if self._scheduler.is_scheduled(call.key):
                 raise MisuseError(
                     f"a function with the key {key!r} is scheduled and has not ended: a key names one piece of work"
                 )
-            task = Task(call, len(pending), size, apart=call.apart, since=time.monotonic(), timeout=call.timeout)
+            task = Task(
+                call,
+                len(pending),
+                size,
+                apart=call.apart,
+                since=time.monotonic(),
+                timeout=call.timeout,
+                retries=call.retries,
+                data_retries=call.data_retries if call.parts else 0,
+                key=call.key,
+            )
             if call.timeout is not None and not self._timed.is_set():
                 self._loop.call_soon_threadsafe(self._timed.set)
-            free = None if pending or self._scheduler.queued else self._free()
+            free = None if pending or self._scheduler.queued else self._scheduler.next_free()
             # In this order: wherever Ctrl-C strikes there is a wake-up too many, not one too few; but for what is
             # handed over directly, which the loop finds by itself.
             if not pending and free is None:
@@ -311,8 +311,6 @@ class Dispatcher:
                     value.dependents = []
                 value.dependents.append(task)
             self._scheduler.add(task)
-            if call.key:
-                self._keys.add(call.key)
             if free is not None and not self._hand_over(free):
                 self._ask_to_wake()
         return task
@@ -414,17 +412,8 @@ class Dispatcher:
     def _ask_to_wake(self) -> None:
         """Under the lock."""
         if not self._wake_asked:
-            self._loop.call_soon_threadsafe(self._wake_hungry)
+            self._loop.call_soon_threadsafe(self._wake_idle)
             self._wake_asked = True
-
-    def _free(self) -> int | None:
-        """Under the lock: an idle worker, in turn."""
-        count = len(self._links)
-        for place in range(self._turn, self._turn + count):
-            if self._links[place % count].hungry and self._is_idle(place % count):
-                self._turn = place % count + 1
-                return place % count
-        return None
 
     def _hand_over(self, index: int) -> bool:
         """Under the lock: send a worker what it may have, if its writer waits and there is nothing to prepare.
@@ -434,15 +423,15 @@ class Dispatcher:
 
         Ctrl-C before the worker is said to have it: it is given again, and what it does counts once.
         """
-        link, connection = self._links[index], self._links[index].connection
-        if not link.hungry or link.leaving or not set(self._resources) <= link.built:
+        link, connection, worker = self._links[index], self._links[index].connection, self._scheduler.workers[index]
+        if not worker.idle or worker.leaving or not set(self._resources) <= link.built:
             return False
         tasks = self._scheduler.offer(index)
-        if not tasks and self._scheduler.workers[index].sent:
+        if not tasks and worker.sent:
             return True
         if connection is None or not 0 < len(tasks) <= AT_ONCE or not all(self._is_ready(link, task) for task in tasks):
             return False
-        full = self._scheduler.waiting >= self._max_queued
+        full = self._scheduler.full
         position, now = self._scheduler.place(index, len(tasks)), time.monotonic()
         connection.send(position, [step_of(task, task.attempts + 1, self.term) for task in tasks])
         self._scheduler.give(index, tasks, position, now)
@@ -578,17 +567,15 @@ class Dispatcher:
 
         try:
             with self._lock:
-                while self._alone is not None:
+                while not self._scheduler.begin_exclusive(me):
                     if not self._changed.wait(left()):
                         raise WaitTimeoutError(f"after {timeout:g} s another evaluation still runs: {self._describe()}")
-                self._alone = me
             self.join(left())
             yield
         finally:  # wherever Ctrl-C struck
             with self._lock:
-                if self._alone == me:
-                    self._alone = None
-                    self._changed.notify_all()
+                self._scheduler.end_exclusive(me)
+                self._changed.notify_all()
 
     def _running(self) -> str:
         """Under the lock: what the workers have, by name."""
@@ -765,7 +752,7 @@ class Dispatcher:
     def _late(self, index: int, now: float) -> list[Recall]:
         """Under the lock: how to stop what a worker runs, if that has run too long."""
         link, scheduler = self._links[index], self._scheduler
-        late, task = scheduler.late(index, link.sent, now, self._has_retries), scheduler.first(index)
+        late, task = scheduler.late(index, link.sent, now), scheduler.first(index)
         if late is None or task is None:
             return []
         if late is Late.ASK:
@@ -784,11 +771,6 @@ class Dispatcher:
         self._changed.notify_all()
         self._part_with([task])
         return self._all_recalls() if scheduler.error is not before else []
-
-    def _has_retries(self, task: Task[Call]) -> bool:
-        """Under the lock: may it be run again where it fails now?"""
-        call = task.payload
-        return call.failures < call.retries and not task.withdrawn and self._scheduler.error is None
 
     def _part_with(self, tasks: Sequence[Task[Call]], kill_after: float | None = None) -> None:
         """Under the lock, on any thread: these have ended, and may run on. See to it that it does not matter."""
@@ -941,23 +923,13 @@ class Dispatcher:
                 "the job ended with an error that nobody was told of (coordinator.join() raises it): %s", error
             )
 
-    def _wake_hungry(self) -> None:
-        """Wake those who may take something: as many idle workers as there are tasks, in turn, or all."""
-        hungry = [index for index, link in enumerate(self._links) if link.hungry]
+    def _wake_idle(self) -> None:
+        """Wake those who may take something."""
         with self._lock:
             self._wake_asked = False
-            count = self._scheduler.queued
-            # These take one for certain; whoever has something may have no room.
-            idle = [index for index in hungry if self._is_idle(index)]
-        if len(idle) >= count:
-            self._turn += 1
-            hungry = [idle[(self._turn + place) % len(idle)] for place in range(count)]
-        for index in hungry:
+            indices = self._scheduler.to_wake()
+        for index in indices:
             self._links[index].wake.set()
-
-    def _is_idle(self, index: int) -> bool:
-        link = self._links[index]
-        return link.up and not link.leaving and self._scheduler.workers[index].empty
 
     def _wake_all(self) -> None:
         for link in self._links:
@@ -997,14 +969,14 @@ class Dispatcher:
             self._observed.tell(link.peer.task, "up", "is back" if link.restarts else "is up")
             try:
                 await self._until_lost(index, link, connection)
-                link.why = "it left" if link.leaving else "its connection ended"
+                link.why = "it left" if self._scheduler.workers[index].leaving else "its connection ended"
             except (*LOST_CONNECTION, PsClusterError) as error:
                 link.why = str(why_lost(error, "it"))
             except Exception as error:  # a message that can't be written, for one; it must not end the link for good
                 logger.exception("the link to %s failed", link.peer)
                 link.why = f"{type(error).__name__}: {error}"
             finally:
-                link.up, link.hungry = False, False
+                link.up = self._scheduler.workers[index].idle = False
                 self._no_worker_since = time.monotonic()
                 if not self._closed:
                     await connection.close()
@@ -1031,8 +1003,8 @@ class Dispatcher:
     async def _dial(self, index: int, link: LinkState, distrust: Distrust) -> WorkerConnection:
         """One attempt; UnavailableError for whatever goes wrong. In a frame of its own, which the error holds."""
         connection = WorkerConnection(link.peer, functools.partial(self._take, index), link.data)
-        link.connection, link.known, link.built, link.leaving = connection, {}, set(), False
-        link.sent = 0
+        link.connection, link.known, link.built = connection, {}, set()
+        self._scheduler.workers[index].leaving, link.sent = False, 0
         link.doomed.clear()
         try:
             await connection.attach(self._attach)
@@ -1051,7 +1023,7 @@ class Dispatcher:
 
     async def _until_lost(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
         """Write and read until the worker leaves or something fails; raises what failed."""
-        reader = connection.ended
+        reader, worker = connection.ended, self._scheduler.workers[index]
         writer = asyncio.create_task(self._write(index, link, connection))
         watcher = asyncio.create_task(connection.leaving())
         heart = asyncio.create_task(connection.until_silent(self._worker_lease))
@@ -1065,8 +1037,8 @@ class Dispatcher:
             if reader.done() and not watcher.done():  # if it left, the word of that is just behind
                 await asyncio.wait((watcher,), timeout=LEAVE_SECONDS)
             if watcher.done():
-                link.leaving = watcher.result()
-            if link.leaving and not reader.done():
+                worker.leaving = watcher.result()
+            if worker.leaving and not reader.done():
                 # It gives back what it has not started; what it runs may still end. The writer sees it and ends.
                 link.wake.set()
                 with self._lock:
@@ -1079,7 +1051,7 @@ class Dispatcher:
                 if (why := reader.result()) is not None:
                     # Not the stream's own error: with its traceback it would hold this frame, which holds it.
                     raise why_lost(why, "it") if isinstance(why, grpc.RpcError) else why
-                if link.leaving:
+                if worker.leaving:
                     # It has ended the stream in order: what has no outcome was never begun.
                     with self._changed:
                         unread = [task.id for task in self._scheduler.recallable(index)]
@@ -1113,8 +1085,10 @@ class Dispatcher:
         reach("coordinator.close.after")
         with self._changed:
             if first is not None:
-                asked = first.state is State.LIMBO and first.id == self._scheduler.workers[index].asked
-                late = asked and not self._may_retry(index, first, "ran too long")
+                asked = self._scheduler.was_asked_to_stop(index) is first
+                late = asked and not self._scheduler.retry(first)
+                if asked and not late:
+                    self._say_retry(index, first, "ran too long")
                 last = too_long(index, first) if late else deadly(index, first, self._max_attempts)
                 failed, cancelled = self._scheduler.requeue(index, last, first.id if late else 0)
                 for task in failed:
@@ -1125,28 +1099,29 @@ class Dispatcher:
                     self._counted.retried_lost += 1
             self._changed.notify_all()
         reach("coordinator.retry.after")
-        self._wake_hungry()
+        self._wake_idle()
 
     async def _write(self, index: int, link: LinkState, connection: WorkerConnection) -> None:
+        worker = self._scheduler.workers[index]
         while True:
             link.wake.clear()
             await self._build_resources(link, connection)
             with self._changed:
-                if link.leaving:
+                if worker.leaving:
                     connection.end_steps()
                     return
-                full = self._scheduler.waiting >= self._max_queued
+                full = self._scheduler.full
                 now = time.monotonic()
                 tasks = self._scheduler.take(index, now)
                 if tasks:
                     self._counted.sent(tasks, now)
                 if full and tasks:
                     self._changed.notify_all()
-                link.hungry = not tasks
+                worker.idle = not tasks
             if not tasks:
                 timer = self._loop.call_later(STEAL_SECONDS, self._consider_stealing, index)
                 await link.wake.wait()
-                link.hungry = False  # until it has looked again: it may have resources to build first
+                worker.idle = False  # until it has looked again: it may have resources to build first
                 timer.cancel()
                 continue
             # What is recalled while it is prepared may be another worker's by then, at a place of its own there.
@@ -1333,25 +1308,26 @@ class Dispatcher:
 
     def _ended_badly(self, index: int, task: Task[Call], outcome: Outcome, begin: float) -> bool:
         """Under the lock: it has failed, was too late, or stopped because it was asked to. Is it to be run again?"""
-        call, kind = task.payload, outcome.kind
-        call.applied |= outcome.updated or kind == Outcome.DONE
-        remember = functools.partial(self._counted.remember, task, call.function.name, index, begin)
-        asked = task.id == self._scheduler.workers[index].asked
-        if kind == Outcome.CANCELLED and (not asked or self._scheduler.error):
-            remember("cancelled")
-            self._scheduler.cancelled(index, task.id)
-            self._settle_cancelled([task])
-            return False
-        what = "failed" if kind == Outcome.FAILED else "ran too long"
+        call, failed = task.payload, outcome.kind == Outcome.FAILED
+        call.applied |= outcome.updated or outcome.kind == Outcome.DONE
         if says_server_lost(outcome.failure):
             self._doubt_servers()
-        if self._may_retry(index, task, what, outcome.failure):
-            remember("failed, run again")
-            return True
-        remember("failed")
-        failed = kind == Outcome.FAILED
-        self._fail_with(index, task, raised(index, task, outcome.failure) if failed else too_long(index, task))
-        return False
+        ending = self._scheduler.ended_badly(
+            index,
+            task,
+            stopped=outcome.kind == Outcome.CANCELLED,
+            data_unread=says_data_unread(outcome.failure),
+        )
+        how = {Ending.CANCELLED: "cancelled", Ending.AGAIN: "failed, run again", Ending.FAILED: "failed"}[ending]
+        self._counted.remember(task, call.function.name, index, begin, how)
+        if ending is Ending.CANCELLED:
+            self._settle_cancelled([task])
+        elif ending is Ending.AGAIN:
+            self._say_retry(index, task, "failed" if failed else "ran too long", outcome.failure)
+        else:
+            error = raised(index, task, outcome.failure) if failed else too_long(index, task)
+            self._fail_with(index, task, error)
+        return ending is Ending.AGAIN
 
     # On the loop's thread
 
@@ -1360,11 +1336,10 @@ class Dispatcher:
         self._recall(recalls)
         self._links[index].wake.set()
         if for_all:
-            self._wake_hungry()
+            self._wake_idle()
 
     def _set_value(self, task: Task[Call], outcome: Outcome, buffers: Sequence[Buffer]) -> bool:
         """Under the lock. True if another task waited for the value."""
-        self._keys.discard(task.payload.key)
         value = task.payload.result()
         if value is None:
             return False
@@ -1385,22 +1360,14 @@ class Dispatcher:
             skipped = [each for each in outcome.skipped if each.part == number] if outcome.skipped else ()
             part.dataset.took(outcome.seconds, outcome.waited, skipped)
 
-    def _may_retry(self, index: int, task: Task[Call], what: str, failure: worker_pb2.Failure | None = None) -> bool:
-        """Under the lock: a function failed; is it to be run again?"""
-        call, peer = task.payload, self._links[index].peer
-        if task.withdrawn:
-            return False
-        retries = call.retries
-        if says_data_unread(failure):
-            retries = max(retries, call.data_retries)
-        if call.failures >= retries or self._scheduler.error is not None:
-            return False
-        call.failures += 1
+    def _say_retry(self, index: int, task: Task[Call], what: str, failure: worker_pb2.Failure | None = None) -> None:
+        """Under the lock: a function failed, and is to run again."""
+        name, peer = task.payload.function.name, self._links[index].peer
+        retries = max(task.retries, task.data_retries) if says_data_unread(failure) else task.retries
         self._counted.retried_failed += 1
-        logger.warning("%s %s on %s; retrying (%d of %d)", call.function.name, what, peer, call.failures, retries)
-        text = f"{call.function.name} {what}; retrying ({call.failures} of {retries})"
+        logger.warning("%s %s on %s; retrying (%d of %d)", name, what, peer, task.failures, retries)
+        text = f"{name} {what}; retrying ({task.failures} of {retries})"
         self._observed.tell(peer.task, "retry", text, failure.traceback if failure is not None else "")
-        return True
 
     def _fail_with(self, index: int, task: Task[Call], error: FunctionError) -> None:
         """Under the lock."""
@@ -1430,7 +1397,6 @@ class Dispatcher:
     def _set_error(self, task: Task[Call], error: Exception, status: RemoteValueStatus) -> None:
         if status is RemoteValueStatus.FAILED and error is self._scheduler.error:
             self._failed_at = time.monotonic()
-        self._keys.discard(task.payload.key)
         if task.payload.applied and not task.apart:  # what stands apart changes nothing but copies
             of = " and ".join(part.name for part in task.payload.parts)
             self._partly_applied.add(task.payload.function.name, f"{error}".partition("\n")[0] + (of and f", of {of}"))
@@ -1483,7 +1449,14 @@ class Dispatcher:
             tasks = self._scheduler.recallable(index)
         if link.connection is None or not tasks:
             return []
-        return [Recall(link, link.connection, [task.id for task in tasks], [task.position for task in tasks])]
+        return [
+            Recall(
+                self._scheduler.workers[index],
+                link.connection,
+                [task.id for task in tasks],
+                [task.position for task in tasks],
+            )
+        ]
 
     def _all_recalls(self) -> list[Recall]:
         """Under the lock: how to ask for everything."""
@@ -1500,25 +1473,22 @@ class Dispatcher:
         self._recall(recalls, cancel_running=cancel_running)
 
     def _consider_stealing(self, index: int) -> None:
-        thief = self._links[index]
-        if not (thief.hungry and thief.up):
-            return
         with self._lock:
-            found = self._scheduler.to_steal() if self._scheduler.workers[index].empty else None
-            recalls = [] if found is None or self._links[found[0]].stealing else self._recalls_of(*found)
+            found = self._scheduler.steal_for(index)
+            recalls = [] if found is None else self._recalls_of(*found)
         self._recall(recalls, cancel_running=False)
 
     async def _ask_back(self, recall: Recall, cancel_running: bool) -> None:
-        recall.link.stealing = True
+        recall.worker.recalled = True
         try:
             await recall.connection.recall(recall.functions, recall.positions, cancel_running)
         finally:
-            recall.link.stealing = False
+            recall.worker.recalled = False
         # Some may have looked in vain while this went on, and look once only by themselves.
-        for index, thief in enumerate(self._links):
-            if thief.hungry:
+        for index, stealer in enumerate(self._scheduler.workers):
+            if stealer.idle:
                 self._loop.call_later(STEAL_SECONDS, self._consider_stealing, index)
-        self._wake_hungry()
+        self._wake_idle()
 
     # Servers
 
@@ -1584,8 +1554,7 @@ class Dispatcher:
             await asyncio.sleep(FINISH_SECONDS)
             with self._lock:
                 # Keys with the numbers, never before: else a late copy of an update would meet neither.
-                ended, self._scheduler.ended = self._scheduler.ended, []
-                keys, self._to_forget = self._to_forget, set()
+                ended, keys = self._scheduler.take_ended()
                 for forgotten in self._forgotten:
                     forgotten.update(keys)
                 if self._scheduler.queued:  # Ctrl-C has kept somebody from saying so

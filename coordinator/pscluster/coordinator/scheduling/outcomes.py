@@ -57,7 +57,7 @@ def raised(worker: int, task: Task[Call], failure: worker_pb2.Failure) -> Functi
         failure,
         function=task.payload.function.name,
         worker=worker,
-        attempts=task.attempts + task.payload.failures,
+        attempts=task.attempts + task.failures,
         partly_applied=task.payload.applied,
     )
 
@@ -65,7 +65,7 @@ def raised(worker: int, task: Task[Call], failure: worker_pb2.Failure) -> Functi
 def too_long(worker: int, task: Task[Call]) -> FunctionTimeoutError:
     """Return the error of a function that ran longer than it may."""
     call, error = task.payload, FunctionTimeoutError()
-    error.function, error.worker, error.attempts = call.function.name, worker, task.attempts + call.failures
+    error.function, error.worker, error.attempts = call.function.name, worker, task.attempts + task.failures
     error.summary = f"{error.function} ran longer than its timeout of {call.timeout:g} s on worker {worker}"
     return told_of_part(call, error)
 
