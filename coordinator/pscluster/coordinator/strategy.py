@@ -77,8 +77,7 @@ from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocated_with, colocation, creating_with
 from pscluster.ps.handles.variable import Array, Shard, Variable, VariableList, whole_index
 from pscluster.ps.initializers import Initializer
-from pscluster.ps.server.store import partition_of
-from pscluster.ps.spec import OURS
+from pscluster.ps.spec import OURS, partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 from pscluster.worker.strategy import Strategy
 

@@ -77,12 +77,12 @@ from pscluster.core.errors import (
 )
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.definitions import CapturedFunction, split_off_bulk
+from pscluster.core.intervals import IntervalSet
 from pscluster.core.metrics.registry import Snapshot
 from pscluster.core.metrics.trace import EACH, SHORT_SECONDS
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.tcp.client import DataPort
 from pscluster.core.values import Buffer
-from pscluster.ps.server.dedup import IntervalSet
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)

@@ -30,6 +30,7 @@ from pscluster.core.errors import (
     UnavailableError,
     from_rpc,
 )
+from pscluster.core.intervals import IntervalSet
 from pscluster.core.limits import MAX_COUNT, one_line
 from pscluster.core.transport.channels import (
     HELLO_SECONDS,
@@ -38,7 +39,6 @@ from pscluster.core.transport.channels import (
     open_aio_channel,
 )
 from pscluster.core.transport.methods import Stub
-from pscluster.ps.server.dedup import IntervalSet
 from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.servers import not_listed
