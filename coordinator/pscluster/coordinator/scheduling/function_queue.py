@@ -21,8 +21,9 @@ from pscluster.coordinator.data.positions import Number, Positions
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.observability import timeline
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
+from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placeholder
 from pscluster.coordinator.scheduling.captured_functions import CapturedFunctions
-from pscluster.coordinator.scheduling.dispatcher import Call, Dispatcher, ResourceRecipe, placeholder
+from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
