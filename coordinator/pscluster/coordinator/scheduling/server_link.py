@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -295,3 +295,13 @@ def out_of_reach(servers: Iterable[ServerAttachment]) -> dict[PeerAddress, float
     """Those that are, and for how many seconds."""
     now = time.monotonic()
     return {server.peer: now - since for server in servers if (since := server.gone_since)}
+
+
+def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rising numbers as [start, stop) of those that follow one another."""
+    at = 0
+    while at < len(numbers):
+        start = at
+        while at < len(numbers) and numbers[at] - numbers[start] == at - start:
+            at += 1
+        yield numbers[start], numbers[start] + at - start
