@@ -767,7 +767,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("handle", [b"\0" + slot, b"\1" + metric], _handle),
         Decoder("index", files.index_examples(), files.index, (CheckpointError,), files.sign),
         Decoder("tensor", files.tensor_examples(), files.tensor, (CheckpointError, DecodeError)),
-        # The keeper takes these for damage.
+        # The manager takes these for damage.
         Decoder(
             "manifest",
             files.manifest_examples(),

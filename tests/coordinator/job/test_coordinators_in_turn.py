@@ -26,7 +26,7 @@ from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.server import role as role_module
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
-from pscluster.ps.storage.manager import Keeper, Restored
+from pscluster.ps.storage.manager import Restored, StateManager
 from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2
 
@@ -34,8 +34,8 @@ SERVERS = 2
 VARIABLE = 1
 
 
-class Surviving(Keeper):
-    """A keeper whose server finds all that the process before had: as behind a generation with nothing behind it."""
+class Surviving(StateManager):
+    """A manager whose server finds all that the process before had: as behind a generation with nothing behind it."""
 
     def __init__(self, found: Restored | None) -> None:
         super().__init__(DurabilityOptions())

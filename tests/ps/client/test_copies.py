@@ -32,7 +32,7 @@ from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import COPY
-from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
 
@@ -75,7 +75,7 @@ def held() -> Store:
 @pytest.fixture
 def client(held: Store) -> Client:
     """Without a disk."""
-    return Client(Keeper(DurabilityOptions()), held)
+    return Client(StateManager(DurabilityOptions()), held)
 
 
 def test_the_first_values_stay(held: Store, client: Client) -> None:
@@ -164,32 +164,32 @@ def test_deleted_together(held: Store) -> None:
 @both
 def test_on_disk_is_the_value(tmp_path: Path, kind: Durability) -> None:
     """Not what it was made of: the source has changed since, and so has the copy."""
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(12.0).reshape(6, 2), (4, 6))
-        client = Client(keeper, held)
-        keeper.save()
+        client = Client(manager, held)
+        manager.save()
         client.update(dense(ps_pb2.ADD, np.ones((4, 2))))
         make(held, copying(held, 1, 5))
         client.update(dense(ps_pb2.ADD, np.ones((4, 2))))
-        keeper.save()
+        manager.save()
         client.update(dense(ps_pb2.ADD, np.ones((2, 2)), 1, 1))
         found = found_in(killed(tmp_path / "s"), kind)
         np.testing.assert_array_equal(values_of(found, 5, 0), np.arange(8.0).reshape(4, 2) + 1)
         np.testing.assert_array_equal(values_of(found, 5, 1), np.arange(8.0, 12.0).reshape(2, 2))
         np.testing.assert_array_equal(values_of(found, 1, 0), np.arange(8.0).reshape(4, 2) + 2)
         held.delete("", prefix="copies/")
-        keeper.save()
+        manager.save()
         assert [each.spec.id for each in found_in(killed(tmp_path / "s"), kind).held()[0]] == [1]
 
 
 @both
 def test_the_service_saves_when_it_is_asked(tmp_path: Path, kind: Durability) -> None:
     """A copy is answered for at once, while no function runs; it is on disk when `Describe(saved)` has its answer."""
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(12.0).reshape(6, 2), (4, 6))
-        keeper.save()
+        manager.save()
         role = ParameterServerRole.__new__(ParameterServerRole)
-        role.store, role.keeper, role.waiting, role.counts = held, keeper, False, ServiceCounts()
+        role.store, role.manager, role.waiting, role.counts = held, manager, False, ServiceCounts()
         service, context = ParameterServerService(role), OpenCall()
         request = ps_pb2.Request(create=copying(held, 1, 5), last=True)
         reply, _ = unpack(service.push(iter([pack(request)]), context), ps_pb2.Reply)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.conftest import run_strategy, search
 
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
-from pscluster.ps.client.read_cache import Kept, Key, Verdict
+from pscluster.ps.client.read_cache import CacheDecision, Key, ReadCache
 from pscluster.ps.server.shard import Shard
 
 KEY, OTHER = (1, 0), (2, 3)
@@ -95,62 +95,62 @@ def test_it_can_be_turned_off(strategy: ParameterServerStrategy, monkeypatch: py
 
 def test_a_copy_needs_one_version_before_and_behind_the_read() -> None:
     """And to have been seen twice."""
-    kept = Kept(100)
-    assert kept.asks(KEY, 10)
-    assert kept.verdict(KEY, 7) == (Verdict.READ, b"")
-    assert kept.verdict(KEY, 7) == (Verdict.KEEP, b"")
-    kept.keep(KEY, 8, memoryview(b"new"))  # it has changed meanwhile
-    assert kept.verdict(KEY, 7) == (Verdict.KEEP, b"")
-    kept.keep(KEY, 7, memoryview(b"old"))
-    assert kept.verdict(KEY, 7) == (Verdict.COPY, b"old")
-    assert kept.verdict(KEY, 9) == (Verdict.READ, b"")
-    assert kept.used == 0
+    cache = ReadCache(100)
+    assert cache.asks(KEY, 10)
+    assert cache.decide(KEY, 7) == (CacheDecision.READ, b"")
+    assert cache.decide(KEY, 7) == (CacheDecision.KEEP, b"")
+    cache.keep(KEY, 8, memoryview(b"new"))  # it has changed meanwhile
+    assert cache.decide(KEY, 7) == (CacheDecision.KEEP, b"")
+    cache.keep(KEY, 7, memoryview(b"old"))
+    assert cache.decide(KEY, 7) == (CacheDecision.COPY, b"old")
+    assert cache.decide(KEY, 9) == (CacheDecision.READ, b"")
+    assert cache.used == 0
 
 
 def test_what_changes_all_the_time_is_asked_about_seldom() -> None:
     """Once in sixteen reads, in the end."""
-    kept, asked = Kept(100), 0
+    cache, asked = ReadCache(100), 0
     for read in range(1000):
-        if kept.asks(KEY, 10):
+        if cache.asks(KEY, 10):
             asked += 1
-            assert kept.verdict(KEY, read)[0] is Verdict.READ
+            assert cache.decide(KEY, read)[0] is CacheDecision.READ
     assert asked < 80
 
 
 def test_room() -> None:
     """What was not used for longest makes room; what is larger than all is not asked about."""
-    kept = Kept(10)
-    assert not kept.asks(KEY, 11)
+    cache = ReadCache(10)
+    assert not cache.asks(KEY, 11)
     for key in (KEY, OTHER):
         for _ in range(2):
-            kept.verdict(key, 1)
-        kept.keep(key, 1, memoryview(bytes(6)))
-    assert kept.used == 6
-    assert kept.verdict(OTHER, 1)[0] is Verdict.COPY
-    assert kept.verdict(KEY, 1)[0] is Verdict.KEEP
+            cache.decide(key, 1)
+        cache.keep(key, 1, memoryview(bytes(6)))
+    assert cache.used == 6
+    assert cache.decide(OTHER, 1)[0] is CacheDecision.COPY
+    assert cache.decide(KEY, 1)[0] is CacheDecision.KEEP
 
 
 @given(st.lists(st.tuples(st.sampled_from([KEY, OTHER]), st.sampled_from(["change", "read", "read", "race"]))))
 def test_a_copy_is_never_old(events: list[tuple[tuple[int, int], str]]) -> None:
     """In whatever order reads and changes come, also in the middle of a read."""
-    kept, now = Kept(12), {KEY: 100, OTHER: 200}
+    cache, now = ReadCache(12), {KEY: 100, OTHER: 200}
     for key, event in events:
         if event == "change":
             now[key] += 1
             continue
-        if not kept.asks(key, 8):
+        if not cache.asks(key, 8):
             continue
         before = now[key]
-        verdict, copy = kept.verdict(key, before)
-        if verdict is Verdict.COPY:
+        decision, copy = cache.decide(key, before)
+        if decision is CacheDecision.COPY:
             assert copy == before.to_bytes(8)
             continue
         value = now[key].to_bytes(8)
         if event == "race":
             now[key] += 1
-        if verdict is Verdict.KEEP and now[key] == before:
-            kept.keep(key, before, memoryview(value))
-    assert kept.used <= 12
+        if decision is CacheDecision.KEEP and now[key] == before:
+            cache.keep(key, before, memoryview(value))
+    assert cache.used <= 12
 
 
 @dataclass(eq=False)
@@ -160,7 +160,7 @@ class Read:
     key: Key
     begun: int  # with so many values before it
     version: int | None = None
-    verdict: Verdict = Verdict.READ
+    decision: CacheDecision = CacheDecision.READ
     got: bytes | None = None
     asked_again: bool = False
     behind: int | None = None
@@ -177,7 +177,7 @@ class KeptMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = Kept(12)  # room for one copy of the two
+        self.cache = ReadCache(12)  # room for one copy of the two
         self.shards = {key: Shard(np.zeros(1, np.int64)) for key in (KEY, OTHER)}
         self.values: dict[Key, list[int]] = {KEY: [0], OTHER: [0]}  # all that the shard has had
         self.reads: list[Read] = []
@@ -204,7 +204,7 @@ class KeptMachine(RuleBasedStateMachine):
     def begin(self, key: Key) -> None:
         """A read begins; it asks for the version, or reads at once."""
         read = Read(key, len(self.values[key]) - 1)
-        if self.kept.asks(key, 8):
+        if self.cache.asks(key, 8):
             read.version = self.shards[key].version
         self.reads.append(read)
 
@@ -225,17 +225,17 @@ class KeptMachine(RuleBasedStateMachine):
         read = self.reads[which % len(self.reads)]
         if read.got is None:
             if read.version is not None:
-                read.verdict, copy = self.kept.verdict(read.key, read.version)
-                if read.verdict is Verdict.COPY:
+                read.decision, copy = self.cache.decide(read.key, read.version)
+                if read.decision is CacheDecision.COPY:
                     self.end(read, copy)
                     return
             read.got = self.shards[read.key].array.tobytes()
-        elif read.verdict is Verdict.KEEP and not read.asked_again:
+        elif read.decision is CacheDecision.KEEP and not read.asked_again:
             read.behind, read.asked_again = self.shards[read.key].version, True
         else:
             if read.asked_again and read.behind == read.version:
                 assert read.behind is not None
-                self.kept.keep(read.key, read.behind, memoryview(read.got))
+                self.cache.keep(read.key, read.behind, memoryview(read.got))
             self.end(read, read.got)
 
     def end(self, read: Read, data: bytes) -> None:
@@ -246,16 +246,16 @@ class KeptMachine(RuleBasedStateMachine):
     @invariant()
     def room_is_kept(self) -> None:
         """No more than was allowed, whatever is dropped and kept again."""
-        assert 0 <= self.kept.used <= 12
+        assert 0 <= self.cache.used <= 12
 
     def teardown(self) -> None:
         """Left alone, a shard is soon read from its copy, whatever went before."""
         while self.reads:
             self.go_on(0)
         self.read(KEY, 40)
-        assert self.kept.asks(KEY, 8)
-        verdict, copy = self.kept.verdict(KEY, self.shards[KEY].version)
-        assert (verdict, copy) == (Verdict.COPY, self.shards[KEY].array.tobytes())
+        assert self.cache.asks(KEY, 8)
+        decision, copy = self.cache.decide(KEY, self.shards[KEY].version)
+        assert (decision, copy) == (CacheDecision.COPY, self.shards[KEY].array.tobytes())
 
 
 TestKept = KeptMachine.TestCase

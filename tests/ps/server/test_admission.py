@@ -187,7 +187,7 @@ def test_whole_values_beyond_the_budget_are_not_copied() -> None:
     push(create=ps_pb2.CreateRequest(job=JOB, variable=spec))
     for _ in range(2):
         update(ps_pb2.ASSIGN)
-        assert service.writes.spares.nbytes == size, "what was there is used for the next"
+        assert service.writes.pool.nbytes == size, "what was there is used for the next"
     for kind in (ps_pb2.ADD, ps_pb2.ASSIGN):
         update(kind)
-        assert service.writes.spares.nbytes == 0
+        assert service.writes.pool.nbytes == 0

@@ -24,7 +24,7 @@ from pscluster.ps.server.store import Store
 from pscluster.ps.server.write_path import write
 from pscluster.ps.storage import capture, generations, spill
 from pscluster.ps.storage import log as log_module
-from pscluster.ps.storage.manager import Keeper, Lineage
+from pscluster.ps.storage.manager import Lineage, StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
 
@@ -164,8 +164,8 @@ def scalar(kind: ps_pb2.UpdateKind, value: Array, variable: int = 1, number: int
 class Client:
     """Sends a server updates, outside of functions unless told otherwise."""
 
-    def __init__(self, keeper: Keeper, held: Store, incarnation: int = 9) -> None:
-        self.keeper = keeper
+    def __init__(self, manager: StateManager, held: Store, incarnation: int = 9) -> None:
+        self.manager = manager
         self.held = held
         self.incarnation = incarnation
         self.sequence = 0
@@ -186,38 +186,38 @@ class Client:
     def send(self, made: Sendable) -> ps_pb2.UpdateReply:
         """As the service does."""
         request, payload, total = made
-        return write(self.keeper, self.held, request, updates.check_update(self.held, request, total), payload, total)
+        return write(self.manager, self.held, request, updates.check_update(self.held, request, total), payload, total)
 
     def update(self, *parts: Part, function: int = 0) -> ps_pb2.UpdateReply:
         """A new one."""
         return self.send(self.made(*parts, function=function))
 
 
-# Keepers
+# State managers
 
 
 @contextlib.contextmanager
-def keeper_of(
+def manager_of(
     folder: Path, kind: Durability = Durability.LOG, every: float = NEVER, *, fsync: bool = False
-) -> Iterator[Keeper]:
-    """A keeper that has not been started."""
-    keeper = Keeper(DurabilityOptions(kind, folder, every, fsync))
+) -> Iterator[StateManager]:
+    """A manager that has not been started."""
+    manager = StateManager(DurabilityOptions(kind, folder, every, fsync))
     try:
-        yield keeper
+        yield manager
     finally:
-        keeper.close()
+        manager.close()
 
 
 @contextlib.contextmanager
 def begun(
     folder: Path, kind: Durability = Durability.LOG, every: float = NEVER, *, fsync: bool = False
-) -> Iterator[tuple[Keeper, Store]]:
+) -> Iterator[tuple[StateManager, Store]]:
     """A server in an empty directory whose job has just begun."""
-    with keeper_of(folder, kind, every, fsync=fsync) as keeper:
-        assert keeper.restore() is None
+    with manager_of(folder, kind, every, fsync=fsync) as manager:
+        assert manager.restore() is None
         held = Store(0, JOB)
-        keeper.begin(held, LINEAGE)
-        yield keeper, held
+        manager.begin(held, LINEAGE)
+        yield manager, held
 
 
 def killed(folder: Path) -> Path:
@@ -243,8 +243,8 @@ def _copied(source: str, target: str) -> None:
 
 def restored(folder: Path, kind: Durability = Durability.SNAPSHOT) -> Store | None:
     """What a server that starts in this directory has. Without a log it only cuts off the torn end of the last one."""
-    with keeper_of(folder, kind) as keeper:
-        found = keeper.restore()
+    with manager_of(folder, kind) as manager:
+        found = manager.restore()
         assert found is None or found.lineage == LINEAGE
         return None if found is None else found.store
 

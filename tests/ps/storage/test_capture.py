@@ -17,7 +17,7 @@ from tests.ps.storage.support import CHUNK, JOB, Client, declare, declare_rule, 
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.capture import Capture, blocks_of_rows
-from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.ps.storage.spill import Spill
 from pscluster.v1 import ps_pb2
@@ -205,10 +205,10 @@ def test_an_update_in_the_middle_of_a_block_s_copy(monkeypatch: pytest.MonkeyPat
 def test_updates_through_the_store(monkeypatch: pytest.MonkeyPatch, how: str, leading: int) -> None:
     """The store tells captures of everything that it changes: of the values, the slots and the averages."""
     small_blocks(monkeypatch)
-    held, keeper = Store(0, JOB), Keeper(DurabilityOptions())
+    held, manager = Store(0, JOB), StateManager(DurabilityOptions())
     declare(held, 1, np.arange(6 * 4 * 5, dtype=np.float32).reshape(6, 4, 5))
     declare_rule(held, 2, "adam", learning_rate=0.5, ema=0.5)
-    client, random = Client(keeper, held), np.random.default_rng(5)
+    client, random = Client(manager, held), np.random.default_rng(5)
     client.update(dense(ps_pb2.APPLY_GRADIENT, np.ones((6, 4, 5), np.float32), optimizer=2))
     shard = held.held()[0][0].shards[0]
     assert sorted(shard.arrays()) == ["average/2", "slot/2/m", "slot/2/v", "value"]
@@ -253,9 +253,9 @@ def test_blocks_of_rows() -> None:
 @pytest.mark.parametrize("shape", [(3, 0, 4), (0, 3, 4), (3, 4, 0)])
 def test_no_rows_of_an_empty_shard(shape: tuple[int, ...]) -> None:
     """An update of none of no rows is fine while the shard is captured, as it is otherwise."""
-    held, keeper = Store(0, JOB), Keeper(DurabilityOptions())
+    held, manager = Store(0, JOB), StateManager(DurabilityOptions())
     declare(held, 1, np.zeros(shape, np.float32))
-    client, shard = Client(keeper, held), held.held()[0][0].shards[0]
+    client, shard = Client(manager, held), held.held()[0][0].shards[0]
     none = rows(ps_pb2.ASSIGN, [], np.zeros((0, shape[2]), np.float32), leading=2)
     client.update(none)
     with shard.lock:

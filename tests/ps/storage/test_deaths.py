@@ -1,6 +1,6 @@
 """A parameter server with its directory, whatever its processes, its disk and its coordinators do: a state machine.
 
-Everything is real but the network: the service, the keeper's thread, the files. A death is a copy of the directory,
+Everything is real but the network: the service, the manager's thread, the files. A death is a copy of the directory,
 made between any two calls of the operating system, in the middle of a write, or of what a machine without power would
 find. The model knows only what was acknowledged, and what was not.
 
@@ -37,7 +37,7 @@ from pscluster.ps.server import role as role_module
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.storage import log as log_module
-from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2
 
@@ -144,11 +144,11 @@ class Process:
 
     def __init__(self, folder: Path, kind: Durability, *, fsync: bool) -> None:
         self.folder, self.kind = folder, kind
-        self.keeper = Keeper(DurabilityOptions(kind, folder, NEVER, fsync))
+        self.manager = StateManager(DurabilityOptions(kind, folder, NEVER, fsync))
         try:
-            self.role = ParameterServerRole(0, self.keeper)
+            self.role = ParameterServerRole(0, self.manager)
         except BaseException:
-            self.keeper.close()
+            self.manager.close()
             raise
         self.service = ParameterServerService(self.role)
         self.node = NodeService(make_identity("ps", 0), self.role, lambda: None)
@@ -176,14 +176,14 @@ class Process:
         return unpack(data, ps_pb2.Reply)[0]
 
     def settle(self) -> None:
-        """Wait until the keeper's thread has done what it was asked for, so that one example is like another."""
-        plan = self.keeper._plan
-        until(lambda: plan._saving is None and not (self.keeper._job and plan.due() == -np.inf), "it is at rest")
+        """Wait until the manager's thread has done what it was asked for, so that one example is like another."""
+        plan = self.manager._plan
+        until(lambda: plan._saving is None and not (self.manager._job and plan.due() == -np.inf), "it is at rest")
 
     def end(self) -> None:
         """Nothing of it runs any more."""
         self.coordinator_dies()
-        self.keeper.close()
+        self.manager.close()
 
 
 @dataclass(eq=False)
@@ -308,7 +308,7 @@ class ServerMachine(RuleBasedStateMachine):
     def at_rest(self) -> None:
         """If all goes well now, everything that was applied is safe: the next thing that is asked for is saved."""
         self.disk.heal()
-        self.process.keeper.save()
+        self.process.manager.save()
         self.process.settle()
         self.disk.failed = False  # no more refusals
         self.all_safe()
@@ -551,7 +551,7 @@ class ServerMachine(RuleBasedStateMachine):
         """A generation."""
         with self.dying(dies, torn):
             try:
-                self.process.keeper.save()
+                self.process.manager.save()
                 saved = True
             except PsClusterError:
                 assert self.disk.failed
@@ -580,7 +580,7 @@ class ServerMachine(RuleBasedStateMachine):
 
         self.disk.meanwhile, self.disk.happens_in = happens, at
         with self.dying(dies, torn):
-            self.process.keeper.save()
+            self.process.manager.save()
         self.disk.meanwhile = None
         if not self.died:
             self.all_safe()

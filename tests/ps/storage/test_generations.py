@@ -33,8 +33,8 @@ from tests.ps.storage.support import (
     dense,
     facts,
     found_in,
-    keeper_of,
     killed,
+    manager_of,
     names,
     restored,
     rows,
@@ -50,7 +50,7 @@ from pscluster.ps.server import creation
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.generations import StateDirectory
-from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2, state_pb2
 
@@ -76,14 +76,14 @@ def test_every_type_and_shape_comes_back(tmp_path: Path, monkeypatch: pytest.Mon
     """Bit for bit, scalars and empty ones too, in one shard and in several."""
     if blocks == "small":
         small_blocks(monkeypatch)
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         for number, name in enumerate(ALL_DTYPES):
             declare(held, number * 10 + 1, any_bits((), name))
             declare(held, number * 10 + 2, any_bits((7, 5), name), (3, 3, 7))
             declare(held, number * 10 + 3, any_bits((0, 3), name))
             declare(held, number * 10 + 4, any_bits((3, 0), name), (1, 3))
             declare(held, number * 10 + 5, any_bits((2, 1, 9), name))
-        keeper.save()
+        manager.save()
         assert facts(found_in(killed(tmp_path / "s"))) == facts(held)
 
 
@@ -93,11 +93,11 @@ def test_optimizers_with_all_they_remember(tmp_path: Path, name: str, dtype: str
     """After a restore the next gradients do what they do in the store that lived on."""
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     schedule = json.dumps(CosineDecay(initial_learning_rate=0.5, decay_steps=10).to_spec())
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.linspace(-1, 1, 30).astype(kind).reshape(6, 5), (4, 6))
         declare_rule(held, 2, name, schedule=schedule, ema=0.9)
         declare_rule(held, 3, name, learning_rate=0.25)
-        first = Client(keeper, held)
+        first = Client(manager, held)
 
         def train(client: Client) -> None:
             random = np.random.default_rng(client.sequence)
@@ -108,10 +108,10 @@ def test_optimizers_with_all_they_remember(tmp_path: Path, name: str, dtype: str
                 client.update(rows(ps_pb2.APPLY_GRADIENT, [1, 0, 1], some, number=1, optimizer=optimizer))
 
         train(first)
-        keeper.save()
+        manager.save()
         again = found_in(killed(tmp_path / "s"))
         assert facts(again) == facts(held)
-        second = Client(Keeper(DurabilityOptions()), again)
+        second = Client(StateManager(DurabilityOptions()), again)
         second.sequence = first.sequence
         train(first)
         train(second)
@@ -120,9 +120,9 @@ def test_optimizers_with_all_they_remember(tmp_path: Path, name: str, dtype: str
 
 def test_what_is_remembered_of_updates(tmp_path: Path) -> None:
     """Keys, closed incarnations, ended functions and settled requests: each refuses what it refused before."""
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(4, np.float32), (2, 4))
-        one, other, closed = Client(keeper, held, 9), Client(keeper, held, (1 << 64) - 1), Client(keeper, held, 11)
+        one, other, closed = Client(manager, held, 9), Client(manager, held, (1 << 64) - 1), Client(manager, held, 11)
         twos = np.full(2, 2, np.float32)
         made = [
             one.made(dense(ps_pb2.ADD, twos), dense(ps_pb2.ADD, twos, number=1)),
@@ -138,10 +138,10 @@ def test_what_is_remembered_of_updates(tmp_path: Path) -> None:
         for number in range(5):
             one.update(dense(ps_pb2.ADD, twos * number))
         before = facts(held)
-        keeper.save()
+        manager.save()
         again = found_in(killed(tmp_path / "s"))
     assert facts(again) == before
-    client = Client(Keeper(DurabilityOptions()), again)
+    client = Client(StateManager(DurabilityOptions()), again)
     assert client.send(made[1]).repeated_ == 1
     assert client.send(made[2]).repeated_ == 1
     for refused, why in ((made[0], "answered long ago"), (late, "given up"), (ended, "has ended")):
@@ -152,10 +152,10 @@ def test_what_is_remembered_of_updates(tmp_path: Path) -> None:
 
 def test_the_rule_of_a_class_by_value_is_awaited(tmp_path: Path) -> None:
     """Its pickle is not kept; which one is missing is."""
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(3, np.float32))
         declare_by_value(held)
-        keeper.save()
+        manager.save()
         copy = killed(tmp_path / "s")
         assert not any(b"cloudpickle" in path.read_bytes() for path in copy.iterdir())
         again = found_in(copy)
@@ -195,16 +195,16 @@ def declare_by_value(held: Store) -> None:
 
 def test_a_rule_that_is_still_awaited_at_the_next_restart(tmp_path: Path) -> None:
     """A server that saves a generation, and dies, before the coordinator came still knows what it lacks."""
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(3, np.float32))
         declare_by_value(held)
-        keeper.save()
+        manager.save()
         copy = killed(tmp_path / "s")
-    with keeper_of(copy, Durability.SNAPSHOT) as keeper:
-        found = keeper.restore()
+    with manager_of(copy, Durability.SNAPSHOT) as manager:
+        found = manager.restore()
         assert found is not None
-        Client(keeper, found.store).update(dense(ps_pb2.ADD, np.ones(3, np.float32)))
-        keeper.save()
+        Client(manager, found.store).update(dense(ps_pb2.ADD, np.ones(3, np.float32)))
+        manager.save()
     assert found_in(copy).held()[2].keys() == {2}
 
 
@@ -264,45 +264,45 @@ def gradient() -> Part:
 @pytest.mark.parametrize("kind", [Durability.SNAPSHOT, Durability.LOG], ids=lambda kind: str(kind.value))
 def test_a_rule_by_reference_that_is_another_now(tmp_path: Path, own_rule: OwnRule, kind: Durability) -> None:
     """Its file was edited before the restart: all values are there, and its gradients wait until it is declared."""
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(3, dtype=np.float32))
         own_rule.declare(held)
-        client = Client(keeper, held)
-        keeper.save()
+        client = Client(manager, held)
+        manager.save()
         client.update(gradient())
-        keeper.save()  # it holds the gradient, so that nobody needs the rule to have it back
+        manager.save()  # it holds the gradient, so that nobody needs the rule to have it back
         client.update(dense(ps_pb2.ADD, np.full(3, 10, np.float32)))
-        keeper.save()
+        manager.save()
         assert facts(found_in(killed(tmp_path / "s"))) == facts(held)
         copy = killed(tmp_path / "s")
     own_rule.edit()
-    with keeper_of(copy, kind) as keeper:
-        found = keeper.restore()
+    with manager_of(copy, kind) as manager:
+        found = manager.restore()
         assert found is not None, "all values are lost for want of a rule"
         assert values_of(found.store, 1).tolist() == [9, 10, 11]
         assert found.store.held()[2].keys() == {2}
-        client = Client(keeper, found.store, 10)
+        client = Client(manager, found.store, 10)
         made = client.made(gradient())
         with pytest.raises(UnavailableError, match="waits for the rule of optimizer 'mine'"):
             client.send(made)
         assert client.update(dense(ps_pb2.ADD, np.ones(3, np.float32))).applied == 1
         own_rule.source.write_text(RULE_MODULE)
         own_rule.declare(found.store)
-        keeper.save()
+        manager.save()
         assert client.send(made).applied == 1
         assert values_of(found.store, 1).tolist() == [9, 10, 11]
         if kind is Durability.SNAPSHOT:
-            keeper.save()
+            manager.save()
         assert values_of(found_in(killed(copy)), 1).tolist() == [9, 10, 11]
 
 
 def test_a_rule_by_reference_that_the_log_needs(tmp_path: Path, own_rule: OwnRule) -> None:
     """Without it the gradients in the log can't be applied again: that is said, and with the rule they are."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3, np.float32))
         own_rule.declare(held)
-        keeper.save()
-        Client(keeper, held).update(gradient())
+        manager.save()
+        Client(manager, held).update(gradient())
         copy = killed(tmp_path / "s")
     own_rule.edit()
     with pytest.raises(ConfigurationError, match=r"own_rule_of_a_user.* start it once with --durability snapshot"):
@@ -319,19 +319,19 @@ class Saved:
 
     def __init__(self, folder: Path, kind: Durability) -> None:
         self.states = list[Facts]()
-        with begun(folder, kind) as (keeper, held):
+        with begun(folder, kind) as (manager, held):
             declare(held, 1, np.arange(40, dtype=np.float32).reshape(8, 5), (3, 8))
             declare(held, 2, np.array(1.5))
             declare(held, 3, np.arange(5, dtype=np.int8))
             declare_rule(held, 4, "adam", ema=0.5)
-            client = Client(keeper, held)
+            client = Client(manager, held)
             for number in range(2):
                 ones = np.full((3, 5), number + 1, np.float32)
                 client.update(dense(ps_pb2.APPLY_GRADIENT, ones, optimizer=4))
                 client.update(rows(ps_pb2.ADD, [1, 4], ones[:2], number=1))
                 client.update(dense(ps_pb2.ADD, np.array(0.25), variable=2), function=100 + number)
                 held.close_incarnation(number + 50)
-                keeper.save()
+                manager.save()
                 self.states.append(facts(held))
             self.folder = killed(folder)
         self.older, self.newest = self.states
@@ -442,10 +442,10 @@ def test_half_written_generations_are_never_taken_for_one(saved: Saved) -> None:
     (saved.folder / "state-000098.manifest.new").write_bytes(saved.files[newest_file])
     (saved.folder / "state-000097.manifest").write_bytes(b"")
     assert saved.outcome() == "newest"
-    with keeper_of(saved.folder, Durability.SNAPSHOT) as keeper:
-        assert keeper.restore() is not None
+    with manager_of(saved.folder, Durability.SNAPSHOT) as manager:
+        assert manager.restore() is not None
         for _ in range(2):
-            keeper.save()
+            manager.save()
     assert saved.outcome() == "newest"
     left = [name for name in names(saved.folder) if "00009" in name]
     assert sorted(left) == ["state-000098.manifest", "state-000099.manifest"], "what is half written stays for ever"
@@ -455,12 +455,12 @@ def test_after_a_fall_back_the_next_generations_are_good(saved: Saved) -> None:
     """The damaged one is not written over in place, and goes."""
     manifest = saved.folder / max(name for name in saved.files if name.endswith("manifest"))
     manifest.write_bytes(saved.files[manifest.name][:-1])
-    with keeper_of(saved.folder, Durability.SNAPSHOT) as keeper:
-        found = keeper.restore()
+    with manager_of(saved.folder, Durability.SNAPSHOT) as manager:
+        found = manager.restore()
         assert found is not None
         assert "since 1 newer generation was damaged" in found.words
-        Client(keeper, found.store, 200).update(dense(ps_pb2.ADD, np.ones((3, 5), np.float32)))
-        keeper.save()
+        Client(manager, found.store, 200).update(dense(ps_pb2.ADD, np.ones((3, 5), np.float32)))
+        manager.save()
         assert not manifest.exists()
         expected = facts(found.store)
         assert facts(found_in(killed(saved.folder))) == expected
@@ -468,12 +468,12 @@ def test_after_a_fall_back_the_next_generations_are_good(saved: Saved) -> None:
 
 def test_damage_to_what_two_generations_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A shard that has not changed lies in one file: a flipped bit there spoils both, and the file is named."""
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         for number in (1, 2):
             declare(held, number, np.zeros(30))
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(30), 2))
-        keeper.save()
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(30), 2))
+        manager.save()
         copy = killed(tmp_path / "s")
     kept = StateDirectory(copy)
     newest, before = (kept.manifest(number) for number in kept.generations())
@@ -579,18 +579,18 @@ def test_two_processes_on_one_directory(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigurationError, match=rf"another parameter server \(pid {other.pid}\) .*its own --state-dir"
         ):
-            Keeper(DurabilityOptions(Durability.SNAPSHOT, folder))
+            StateManager(DurabilityOptions(Durability.SNAPSHOT, folder))
         other.kill()
-    Keeper(DurabilityOptions(Durability.SNAPSHOT, folder)).close()
+    StateManager(DurabilityOptions(Durability.SNAPSHOT, folder)).close()
 
 
-def test_two_keepers_of_one_process(tmp_path: Path) -> None:
+def test_two_managers_of_one_process(tmp_path: Path) -> None:
     """The same."""
-    first = Keeper(DurabilityOptions(Durability.LOG, tmp_path))
+    first = StateManager(DurabilityOptions(Durability.LOG, tmp_path))
     with pytest.raises(ConfigurationError, match=rf"\(pid {os.getpid()}\) .*--state-dir"):
-        Keeper(DurabilityOptions(Durability.LOG, tmp_path))
+        StateManager(DurabilityOptions(Durability.LOG, tmp_path))
     first.close()
-    Keeper(DurabilityOptions(Durability.LOG, tmp_path)).close()
+    StateManager(DurabilityOptions(Durability.LOG, tmp_path)).close()
 
 
 def test_a_directory_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,7 +598,7 @@ def test_a_directory_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
         with pytest.raises(ConfigurationError, match=f"can't be kept in {folder} .*--state-dir .*--durability none"):
-            Keeper(DurabilityOptions(Durability.SNAPSHOT, folder))
+            StateManager(DurabilityOptions(Durability.SNAPSHOT, folder))
     opened = os.open
 
     def no_permission(path: Any, flags: int, *mode: int, **rest: Any) -> int:
@@ -608,23 +608,23 @@ def test_a_directory_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "open", no_permission)
     with pytest.raises(ConfigurationError, match=r"Permission denied.*PSCLUSTER_STATE_DIR"):
-        Keeper(DurabilityOptions(Durability.SNAPSHOT, tmp_path / "s"))
+        StateManager(DurabilityOptions(Durability.SNAPSHOT, tmp_path / "s"))
 
 
 def test_durability_without_a_directory() -> None:
     """The same."""
     with pytest.raises(ConfigurationError, match="--state-dir"):
-        Keeper(DurabilityOptions(Durability.LOG))
+        StateManager(DurabilityOptions(Durability.LOG))
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fsync"])
 def test_a_disk_that_fails_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Whichever write of a generation it is, what the directory holds is the one before, and then the next."""
     small_blocks(monkeypatch)
-    with begun(tmp_path / "s", Durability.SNAPSHOT, fsync=True) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT, fsync=True) as (manager, held):
         declare(held, 1, np.arange(30, dtype=np.float32))
-        keeper.save()
-        before, client = facts(held), Client(keeper, held)
+        manager.save()
+        before, client = facts(held), Client(manager, held)
 
         class Countdown(Trouble):
             """Fails at the n-th call only."""
@@ -642,9 +642,9 @@ def test_a_disk_that_fails_at_any_write(tmp_path: Path, monkeypatch: pytest.Monk
             client.update(dense(ps_pb2.ADD, np.ones(30, np.float32)))
             disk.left = at
             try:
-                keeper.save()
+                manager.save()
             except PsClusterError:
-                assert "failing: No space left" in keeper.words
+                assert "failing: No space left" in manager.words
                 # Where only the names were not flushed, the new one is there already.
                 assert facts(found_in(killed(tmp_path / "s"))) in (before, facts(held))
                 assert sorted(names(tmp_path / "s")) == sorted(
@@ -653,8 +653,8 @@ def test_a_disk_that_fails_at_any_write(tmp_path: Path, monkeypatch: pytest.Monk
             else:
                 break
             disk.left = 0
-            keeper.save()
-            assert "failing" not in keeper.words
+            manager.save()
+            assert "failing" not in manager.words
             before = facts(held)
             assert facts(found_in(killed(tmp_path / "s"))) == before
         assert disk.left > 0, "a write failed and nobody was told"
@@ -664,13 +664,13 @@ def test_a_disk_that_fails_at_any_write(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_generation_of_nothing(tmp_path: Path) -> None:
     """A job without variables is one, too."""
-    with begun(tmp_path / "s", Durability.SNAPSHOT, NEVER) as (keeper, held):
-        keeper.save()
+    with begun(tmp_path / "s", Durability.SNAPSHOT, NEVER) as (manager, held):
+        manager.save()
         again = found_in(killed(tmp_path / "s"))
         assert facts(again) == facts(held)
         assert again.job == JOB
         shutil.copytree(tmp_path / "s", tmp_path / "t")
-    with keeper_of(tmp_path / "t", Durability.SNAPSHOT) as keeper:
-        found = keeper.restore()
+    with manager_of(tmp_path / "t", Durability.SNAPSHOT) as manager:
+        found = manager.restore()
         assert found is not None
         assert found.lineage == LINEAGE

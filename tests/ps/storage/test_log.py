@@ -37,8 +37,8 @@ from tests.ps.storage.support import (
     declare_rule,
     dense,
     facts,
-    keeper_of,
     killed,
+    manager_of,
     names,
     rows,
     scalar,
@@ -52,7 +52,7 @@ from pscluster.ps.server.write_path import write
 from pscluster.ps.storage import log as log_module
 from pscluster.ps.storage.generations import DamagedError
 from pscluster.ps.storage.log import records
-from pscluster.ps.storage.manager import Keeper, Lineage
+from pscluster.ps.storage.manager import Lineage, StateManager
 from pscluster.ps.storage.options import Durability
 from pscluster.v1 import ps_pb2, state_pb2
 
@@ -82,7 +82,7 @@ def found_in(folder: Path) -> Store:
     return held
 
 
-def fill(keeper: Keeper, held: Store) -> None:
+def fill(manager: StateManager, held: Store) -> None:
     """Variables of several kinds: 1 in two shards, 2 of two leading axes, a scalar, bfloat16, an empty one."""
     declare(held, 1, np.zeros((8, 3), np.float32), (5, 8))
     declare(held, 2, np.zeros((4, 3, 2)))
@@ -91,7 +91,7 @@ def fill(keeper: Keeper, held: Store) -> None:
     declare(held, 5, np.zeros((0, 3), np.float32))
     declare_rule(held, 6, "adam", ema=0.75)
     declare_rule(held, 7, "ftrl", learning_rate=0.5)
-    keeper.save()
+    manager.save()
 
 
 def some_part(random: np.random.Generator) -> Part:
@@ -135,14 +135,14 @@ def some_update(random: np.random.Generator) -> list[Part]:
 def test_every_kind_of_update_comes_back(tmp_path: Path, fsync: bool) -> None:
     """Bit for bit, with slots, steps, averages, counts and keys, from a log alone and behind generations."""
     random = np.random.default_rng(1)
-    with begun(tmp_path / "s", fsync=fsync) as (keeper, held):
-        fill(keeper, held)
-        client = Client(keeper, held)
+    with begun(tmp_path / "s", fsync=fsync) as (manager, held):
+        fill(manager, held)
+        client = Client(manager, held)
         for number in range(240):
             client.update(*some_update(random), function=number % 7 * 3)
             if number % 60 == 30:
                 assert facts(found_in(killed(tmp_path / "s")), ledger=False) == _with_all_keys(held, tmp_path / "s")
-                keeper.save()
+                manager.save()
         last = facts(held, ledger=False)
         again = facts(found_in(killed(tmp_path / "s")), ledger=False)
     assert _values(again) == _values(last)
@@ -169,22 +169,22 @@ def _with_all_keys(held: Store, folder: Path) -> dict[object, object]:
 def test_one_life_behind_the_other(tmp_path_factory: pytest.TempPathFactory, seed: int, kill_at: list[str]) -> None:
     """Servers that die and come back, again and again: as if there had been but one."""
     random, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("lives") / "s"
-    with begun(folder) as (keeper, held):
-        fill(keeper, held)
-        client = Client(keeper, held)
+    with begun(folder) as (manager, held):
+        fill(manager, held)
+        client = Client(manager, held)
         for _ in range(3):
             client.update(*some_update(random))
         copy = killed(folder)
         before, sequence = _values(facts(held, ledger=False)), client.sequence
     for number, event in enumerate(kill_at):
-        with keeper_of(copy) as keeper:
-            found = keeper.restore()
+        with manager_of(copy) as manager:
+            found = manager.restore()
             assert found is not None
             assert _values(facts(found.store, ledger=False)) == before, f"life {number}"
-            client = Client(keeper, found.store)
+            client = Client(manager, found.store)
             client.sequence = sequence
             if event == "save":
-                keeper.save()
+                manager.save()
             for _ in range(random.integers(0, 3)):
                 client.update(*some_update(random))
             before, sequence = _values(facts(found.store, ledger=False)), client.sequence
@@ -193,31 +193,31 @@ def test_one_life_behind_the_other(tmp_path_factory: pytest.TempPathFactory, see
                 copy = shutil.copytree(copy, folder.with_name(f"next-{number}"))
 
 
-def no_more_generations(keeper: Keeper) -> None:
+def no_more_generations(manager: StateManager) -> None:
     """So that the directory can be copied."""
 
     def idle() -> bool:
-        with keeper._changed:
-            keeper._plan.every, keeper._plan._next = NEVER, time.monotonic() + NEVER
-            return keeper._plan._saving is None and keeper._plan._asked <= keeper._plan._kept
+        with manager._changed:
+            manager._plan.every, manager._plan._next = NEVER, time.monotonic() + NEVER
+            return manager._plan._saving is None and manager._plan._asked <= manager._plan._kept
 
     until(idle, "no generation is being saved, or asked for")
 
 
 def test_many_clients_at_once(tmp_path: Path) -> None:
     """While generations are saved, too: the log has what was acknowledged, in the order in which it was applied."""
-    with begun(tmp_path / "s") as (keeper, held):
-        fill(keeper, held)
+    with begun(tmp_path / "s") as (manager, held):
+        fill(manager, held)
         over = threading.Event()
 
         def work(seed: int) -> None:
-            random, client = np.random.default_rng(seed), Client(keeper, held, 100 + seed)
+            random, client = np.random.default_rng(seed), Client(manager, held, 100 + seed)
             for _ in range(40):
                 client.update(*some_update(random))
 
         def save() -> None:
             while not over.is_set():
-                keeper.save()
+                manager.save()
 
         with beside(save) as failed:
             with beside(*(lambda seed=seed: work(seed) for seed in range(6))) as raised:
@@ -231,14 +231,14 @@ def test_many_clients_at_once(tmp_path: Path) -> None:
 
 def test_a_kill_while_many_clients_write(tmp_path: Path) -> None:
     """Every addition that was acknowledged before is there, once; of the others each is there once or not at all."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(4 * 50, np.int64))
-        keeper.save()
+        manager.save()
         acknowledged = [list[int]() for _ in range(4)]
         over = threading.Event()
 
         def work(seed: int) -> None:
-            client = Client(keeper, held, 100 + seed)
+            client = Client(manager, held, 100 + seed)
             for place in range(50):
                 client.update(rows(ps_pb2.ADD, [seed * 50 + place], np.array([[1]])))
                 acknowledged[seed].append(place)
@@ -262,10 +262,10 @@ def test_a_kill_while_many_clients_write(tmp_path: Path) -> None:
 
 def one_by_one(folder: Path, count: int = 4, *, fsync: bool = False) -> tuple[Path, Path, list[list[float]]]:
     """A copy of a directory whose log has so many additions, its segment, and the values behind each."""
-    with begun(folder, fsync=fsync) as (keeper, held):
+    with begun(folder, fsync=fsync) as (manager, held):
         declare(held, 1, np.zeros(6, np.float32))
-        keeper.save()
-        client, values = Client(keeper, held), [values_of(held, 1).tolist()]
+        manager.save()
+        client, values = Client(manager, held), [values_of(held, 1).tolist()]
         for number in range(count):
             client.update(dense(ps_pb2.ADD, np.arange(6, dtype=np.float32) + 10**number))
             values.append(values_of(held, 1).tolist())
@@ -306,9 +306,9 @@ def of_another_boot(segment: bytes) -> bytes:
     return log_module._with_crc(form, magic, generation, previous, bytes(16)) + segment[form.size :]
 
 
-def losses_written(keeper: Keeper) -> None:
+def losses_written(manager: StateManager) -> None:
     """Wait until what is lost is on disk."""
-    until(lambda: not keeper._lost_more(), "it is written down")
+    until(lambda: not manager._lost_more(), "it is written down")
 
 
 def flips(data: bytes, low: int, high: int, step: int = 1) -> Iterator[tuple[int, bytes]]:
@@ -352,11 +352,11 @@ def test_what_comes_behind_a_torn_tail_is_kept(tmp_path: Path) -> None:
     copy, segment, values = one_by_one(tmp_path / "s")
     ends = ends_of(segment)
     segment.write_bytes(marked(segment.read_bytes(), ends[-2], 3)[: ends[-1] - 1])
-    with keeper_of(copy) as keeper:
-        found = keeper.restore()
+    with manager_of(copy) as manager:
+        found = manager.restore()
         assert found is not None
         assert "3 updates behind it" in found.words
-        client = Client(keeper, found.store, 10)
+        client = Client(manager, found.store, 10)
         client.update(dense(ps_pb2.ADD, np.full(6, 7, np.float32)))
         expected = values_of(found.store, 1).tolist()
         assert expected == (np.array(values[3]) + 7).tolist()
@@ -412,18 +412,18 @@ def test_after_another_boot(tmp_path: Path, caplog: pytest.LogCaptureFixture, ho
             folder = killed(pristine)
             (folder / segment.name).write_bytes(data)
             caplog.clear()
-            with keeper_of(folder) as keeper:
-                found = keeper.restore()
+            with manager_of(folder) as manager:
+                found = manager.restore()
                 assert found is not None
                 assert values_of(found.store, 1).tolist() == values[kept]
                 lost = found.store.lost
-                losses_written(keeper)
+                losses_written(manager)
             assert sum(lost.values()) == 4 - kept
             if how == "flipped" and kept == 2:
                 assert lost == {"v1": 1, "(unknown)": 1}, "the last record can be read"
             assert f"{4 - kept} acknowledged updates or more are lost" in caplog.text
-            with keeper_of(folder) as keeper:
-                again = keeper.restore()
+            with manager_of(folder) as manager:
+                again = manager.restore()
                 assert again is not None
                 assert again.store.lost == lost, "neither forgotten, nor counted twice"
     # The mark may be older than the records: then less is known to be lost.
@@ -471,21 +471,21 @@ def test_what_the_error_of_a_damaged_log_says_helps(
         with pytest.raises(ConfigurationError, match=r"To go on without .* start it once with --durability snapshot"):
             support.restored(copy, Durability.LOG)
     expected = values[0]
-    with keeper_of(copy, Durability.SNAPSHOT) as keeper:
-        found = keeper.restore()
+    with manager_of(copy, Durability.SNAPSHOT) as manager:
+        found = manager.restore()
         assert found is not None
         assert f"{segment.name} is damaged at byte" in caplog.text
         assert "the updates behind the last generation are lost" in caplog.text
         assert values_of(found.store, 1).tolist() == values[0]
         assert found.store.lost == {"v1": 3, "(unknown)": 1}, "the first record can't be read"
         if change:
-            Client(keeper, found.store, 10).update(dense(ps_pb2.ADD, np.ones(6, np.float32)))
+            Client(manager, found.store, 10).update(dense(ps_pb2.ADD, np.ones(6, np.float32)))
             expected = [each + 1 for each in expected]
-    with keeper_of(copy) as keeper:
-        found = keeper.restore()
+    with manager_of(copy) as manager:
+        found = manager.restore()
         assert found is not None
         assert values_of(found.store, 1).tolist() == expected
-        Client(keeper, found.store, 11).update(dense(ps_pb2.ADD, np.ones(6, np.float32)))
+        Client(manager, found.store, 11).update(dense(ps_pb2.ADD, np.ones(6, np.float32)))
         assert values_of(found_in(copy), 1).tolist() == [each + 1 for each in expected]
 
 
@@ -513,13 +513,13 @@ def test_garbage_is_no_segment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["one segment", "two segments"])
 def test_records_in_another_order(tmp_path: Path, where: str) -> None:
     """Two updates of a shard may reach the log the other way round: they are applied in their own order."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.array([1.0, 2.0]))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         client.update(dense(ps_pb2.ADD, np.array([3.0, 4.0])))
         if where == "two segments":
-            keeper.save()
+            manager.save()
         client.update(dense(ps_pb2.MUL, np.array([5.0, 6.0])))
         copy = killed(tmp_path / "s")
         expected = values_of(held, 1).tolist()
@@ -554,13 +554,13 @@ def test_a_machine_that_dies_in_the_middle_of_a_flush(tmp_path: Path, monkeypatc
                 super().fail()
 
     write, flush = Hold(monkeypatch, "pwritev", "log-"), SecondFlush(monkeypatch, "fdatasync", "log-")
-    with begun(tmp_path / "s", fsync=True) as (keeper, held):
+    with begun(tmp_path / "s", fsync=True) as (manager, held):
         declare(held, 1, np.zeros(1000))
-        keeper.save()
-        log = keeper._log
+        manager.save()
+        log = manager._log
         assert log is not None
         works = [
-            lambda seed=seed: Client(keeper, held, seed).update(dense(ps_pb2.ADD, np.ones(1000))) for seed in (5, 6, 7)
+            lambda seed=seed: Client(manager, held, seed).update(dense(ps_pb2.ADD, np.ones(1000))) for seed in (5, 6, 7)
         ]
         write.armed = flush.armed = True
         with beside(works[0]) as one:
@@ -578,11 +578,11 @@ def test_a_machine_that_dies_in_the_middle_of_a_flush(tmp_path: Path, monkeypatc
     data = bytearray(segment.read_bytes())
     data[first:second] = bytes(second - first)  # pages of the second, which had not been acknowledged
     segment.write_bytes(data)
-    with keeper_of(copy) as keeper:
-        found = keeper.restore()
+    with manager_of(copy) as manager:
+        found = manager.restore()
         assert found is not None
         assert values_of(found.store, 1)[0] == 1
-        Client(keeper, found.store, 8).update(dense(ps_pb2.ADD, np.ones(1000)))
+        Client(manager, found.store, 8).update(dense(ps_pb2.ADD, np.ones(1000)))
         again = killed(copy)
     assert values_of(found_in(again), 1)[0] == 2, "what comes behind is kept"
 
@@ -590,14 +590,14 @@ def test_a_machine_that_dies_in_the_middle_of_a_flush(tmp_path: Path, monkeypatc
 def test_damage_at_the_end_of_a_segment_with_another_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last record of a segment was acknowledged, for there are records in the next one."""
     disk = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         client.update(dense(ps_pb2.ADD, np.ones(3)))
         disk.armed = True
         with pytest.raises(Exception, match="No space left"):
-            keeper.save()  # it has begun a segment
+            manager.save()  # it has begun a segment
         disk.armed = False
         client.update(dense(ps_pb2.ADD, np.full(3, 10.0)))
         copy = killed(tmp_path / "s")
@@ -612,12 +612,12 @@ def test_damage_at_the_end_of_a_segment_with_another_behind(tmp_path: Path, monk
 
 def test_a_segment_that_is_missing_or_another_s(tmp_path: Path) -> None:
     """A generation whose log is not there, or is the one of the generation before, has lost updates: that is said."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         client.update(dense(ps_pb2.ADD, np.ones(3)))
-        keeper.save()
+        manager.save()
         client.update(dense(ps_pb2.ADD, np.full(3, 10.0)))
         missing, swapped = killed(tmp_path / "s"), killed(tmp_path / "s")
     max(missing.glob("log-*")).unlink()
@@ -640,11 +640,11 @@ def test_a_segment_that_is_missing_or_another_s(tmp_path: Path) -> None:
 def test_a_disk_without_room_for_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update is refused before anything of it is applied; with room again it is taken."""
     disk = Trouble(monkeypatch, "posix_fallocate", "log-", errno.ENOSPC)
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         big = np.ones(3 << 20)  # larger than what is set aside for the small ones
         declare(held, 1, big)
-        keeper.save()
-        client, before = Client(keeper, held), facts(held)
+        manager.save()
+        client, before = Client(manager, held), facts(held)
         disk.armed = True
         made = client.made(dense(ps_pb2.ADD, big))
         for _ in range(2):
@@ -655,7 +655,7 @@ def test_a_disk_without_room_for_the_log(tmp_path: Path, monkeypatch: pytest.Mon
         assert small.applied == 1, "what was set aside is of use"
         disk.armed = False
         assert client.send(made).applied == 1
-        no_more_generations(keeper)
+        no_more_generations(manager)
         assert _values(facts(found_in(killed(tmp_path / "s")))) == _values(facts(held))
 
 
@@ -663,16 +663,16 @@ def test_a_disk_without_room_at_the_beginning_of_a_job(tmp_path: Path, monkeypat
     """A creation is refused, with the reason, and goes well when there is room."""
     disk = Trouble(monkeypatch, "posix_fallocate", "log-", errno.ENOSPC)
     disk.armed = True
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         with pytest.raises(Exception, match="No space left"):
-            keeper.save()
+            manager.save()
         with pytest.raises(UnavailableError):
-            Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+            Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
         assert values_of(held, 1).tolist() == [0] * 3
         disk.armed = False
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [1] * 3
 
 
@@ -681,10 +681,10 @@ def test_a_broken_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
     """Nothing is acknowledged until a generation is saved; then the repetition is, and counts once, now and later."""
     disk = Trouble(monkeypatch, call, "log-", errno.EIO)
     full = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)  # so that it is not mended too early
-    with begun(tmp_path / "s", fsync=True) as (keeper, held):
+    with begun(tmp_path / "s", fsync=True) as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         client.update(dense(ps_pb2.ADD, np.full(3, 100.0)))
         first, second = client.made(dense(ps_pb2.ADD, np.ones(3))), client.made(dense(ps_pb2.ADD, np.full(3, 10.0)))
         disk.armed = full.armed = True
@@ -694,19 +694,19 @@ def test_a_broken_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
         for made in (first, second):
             with pytest.raises(UnavailableError, match="no update is taken"):
                 client.send(made)
-        assert "failing" in keeper.words
-        no_more_generations(keeper)  # it was tried to mend it, in vain
+        assert "failing" in manager.words
+        no_more_generations(manager)  # it was tried to mend it, in vain
         assert values_of(found_in(killed(tmp_path / "s")), 1)[0] in (100, 101)
         full.armed = False
-        keeper.save()
-        assert "failing" not in keeper.words
+        manager.save()
+        assert "failing" not in manager.words
         reply = client.send(first)
         assert (reply.applied, reply.repeated_) == (0, 1)
         assert client.send(second).applied == 1
         assert values_of(held, 1).tolist() == [111] * 3
         again = found_in(copy := killed(tmp_path / "s"))
         assert values_of(again, 1).tolist() == [111] * 3
-        with keeper_of(copy) as other:
+        with manager_of(copy) as other:
             found = other.restore()
             assert found is not None
             client = Client(other, found.store)
@@ -719,10 +719,10 @@ def test_a_log_that_breaks_while_a_generation_begins(tmp_path: Path, monkeypatch
     """It is mended by the next one, which comes by itself."""
     disk = Hold(monkeypatch, "pwritev", "log-")
     disk.failing = True
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         made = client.made(dense(ps_pb2.ADD, np.ones(3)))
 
         def first() -> None:
@@ -732,35 +732,35 @@ def test_a_log_that_breaks_while_a_generation_begins(tmp_path: Path, monkeypatch
         disk.armed = True
         with beside(first) as raised:
             assert disk.entered.wait(PATIENCE)
-            with keeper._changed:
-                keeper._plan.every = 0.001
-            with beside(keeper.save):  # it is begun while the log is not broken yet
+            with manager._changed:
+                manager._plan.every = 0.001
+            with beside(manager.save):  # it is begun while the log is not broken yet
                 until(
-                    lambda: keeper._plan._saving is not None, "the generation is begun, and waits for the log's writer"
+                    lambda: manager._plan._saving is not None, "the generation is begun, and waits for the log's writer"
                 )
                 disk.armed = False
                 disk.go.set()
         assert raised == []
 
-        until(lambda: not (keeper._log and keeper._log.broken), "the log is mended", lambda: keeper.words)
+        until(lambda: not (manager._log and manager._log.broken), "the log is mended", lambda: manager.words)
         assert client.send(made).repeated_ == 1
-        no_more_generations(keeper)
+        no_more_generations(manager)
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [1] * 3
 
 
 def test_a_log_that_breaks_while_a_generation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The generation does not mend it, for it lacks what was applied since: the next one does, by itself."""
     disk, log_disk = Hold(monkeypatch, "pwritev", "state-"), Trouble(monkeypatch, "pwritev", "log-")
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         declare(held, 2, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         for number in (1, 2):
             client.update(dense(ps_pb2.ADD, np.ones(3), number))
         made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), dense(ps_pb2.ADD, np.full(3, 10.0), 2))
         disk.armed = True
-        with beside(keeper.save) as raised:
+        with beside(manager.save) as raised:
             assert disk.entered.wait(PATIENCE), "a shard is captured, perhaps both"
             log_disk.armed = True
             with pytest.raises(UnavailableError):
@@ -768,8 +768,8 @@ def test_a_log_that_breaks_while_a_generation_is_written(tmp_path: Path, monkeyp
             log_disk.armed = False
             disk.go.set()
         assert raised == []
-        until(lambda: not (keeper._log and keeper._log.broken), "the log is mended", lambda: keeper.words)
-        no_more_generations(keeper)
+        until(lambda: not (manager._log and manager._log.broken), "the log is mended", lambda: manager.words)
+        no_more_generations(manager)
         assert client.send(made).repeated_ == 2
         again = found_in(killed(tmp_path / "s"))
         assert [values_of(again, number).tolist() for number in (1, 2)] == [[11] * 3] * 2
@@ -778,9 +778,9 @@ def test_a_log_that_breaks_while_a_generation_is_written(tmp_path: Path, monkeyp
 def test_a_break_with_many_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever was told of a failure may repeat, whoever was not is in the log: in the end each has counted once."""
     disk = Trouble(monkeypatch, "pwritev", "log-", errno.EIO)
-    with begun(tmp_path / "s", every=0.005) as (keeper, held):
+    with begun(tmp_path / "s", every=0.005) as (manager, held):
         declare(held, 1, np.zeros(5 * 30, np.int64))
-        keeper.save()
+        manager.save()
 
         def sent(client: Client, made: Sendable) -> None:
             def acknowledged() -> bool:
@@ -790,10 +790,10 @@ def test_a_break_with_many_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
                     return False
                 return True
 
-            until(acknowledged, "an update is acknowledged", lambda: keeper.words)
+            until(acknowledged, "an update is acknowledged", lambda: manager.words)
 
         def work(seed: int) -> None:
-            client = Client(keeper, held, 100 + seed)
+            client = Client(manager, held, 100 + seed)
             for place in range(30):
                 sent(client, client.made(rows(ps_pb2.ADD, [seed * 30 + place], np.array([[1]]))))
 
@@ -802,7 +802,7 @@ def test_a_break_with_many_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 already, disk.armed = disk.raised, True
                 until(functools.partial(failed_since, already), "the disk fails")
                 disk.armed = False
-                until(lambda: not (keeper._log and keeper._log.broken), "the log is mended", lambda: keeper.words)
+                until(lambda: not (manager._log and manager._log.broken), "the log is mended", lambda: manager.words)
 
         def failed_since(already: int) -> bool:
             return disk.raised > already or over.is_set()
@@ -814,17 +814,17 @@ def test_a_break_with_many_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
             over.set()
         assert raised == failed == []
         assert (values_of(held, 1) == 1).all()
-        no_more_generations(keeper)
+        no_more_generations(manager)
         assert (values_of(found_in(killed(tmp_path / "s")), 1) == 1).all()
 
 
 def test_a_repetition_waits_for_the_first_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repetition that comes while the first is on its way to the disk is not acknowledged before it is there."""
     disk = Hold(monkeypatch, "pwritev", "log-")
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        client, order = Client(keeper, held), list[str]()
+        manager.save()
+        client, order = Client(manager, held), list[str]()
         made = client.made(dense(ps_pb2.ADD, np.ones(3)))
 
         def first() -> None:
@@ -834,13 +834,13 @@ def test_a_repetition_waits_for_the_first_copy(tmp_path: Path, monkeypatch: pyte
             reply = client.send(made)
             order.append(f"repeated {reply.repeated_}")
 
-        assert keeper._log is not None
+        assert manager._log is not None
         disk.armed = True
         with beside(first) as raised:
             assert disk.entered.wait(PATIENCE)
             with beside(second) as others:
-                until(lambda: keeper._log and keeper._log._plan.horizon() == 2, "the repetition is there")
-                until(lambda: keeper._log and len(keeper._log._plan._open) == 1, "the repetition waits")
+                until(lambda: manager._log and manager._log._plan.horizon() == 2, "the repetition is there")
+                until(lambda: manager._log and len(manager._log._plan._open) == 1, "the repetition waits")
                 assert order == [], "acknowledged before it was on disk"
                 copy = killed(tmp_path / "s")
                 assert values_of(support.found_in(copy), 1).tolist() == [0] * 3
@@ -853,12 +853,12 @@ def test_a_repetition_waits_for_the_first_copy(tmp_path: Path, monkeypatch: pyte
 
 def test_an_update_whose_first_item_counts_and_whose_second_fails(tmp_path: Path) -> None:
     """What was applied of it is in the log: a restart has neither more nor less."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros((2, 2)))
         declare_rule(held, 2, "sgd", learning_rate=1.0)
-        keeper.save()
+        manager.save()
         held.directory._optimizers[2].rule.__dict__["learning_rate_at"] = lambda step: 1 / 0
-        client = Client(keeper, held)
+        client = Client(manager, held)
         made = client.made(
             dense(ps_pb2.ADD, np.ones((2, 2))), dense(ps_pb2.APPLY_GRADIENT, np.ones((2, 2)), optimizer=2)
         )
@@ -868,40 +868,40 @@ def test_an_update_whose_first_item_counts_and_whose_second_fails(tmp_path: Path
         with pytest.raises(MisuseError, match="ZeroDivisionError"):
             client.send(alone)
         client.update(dense(ps_pb2.ADD, np.ones((2, 2))))
-        assert keeper._log is not None
-        assert keeper._log._plan.settled
-        assert keeper._log._promised == 0
+        assert manager._log is not None
+        assert manager._log._plan.settled
+        assert manager._log._promised == 0
         again = found_in(killed(tmp_path / "s"))
         assert values_of(again, 1).tolist() == values_of(held, 1).tolist() == [[2, 2], [2, 2]]
 
 
 def test_space_that_was_promised_is_given_back(tmp_path: Path) -> None:
     """Whatever became of the updates."""
-    with begun(tmp_path / "s") as (keeper, held):
-        fill(keeper, held)
-        random, client = np.random.default_rng(9), Client(keeper, held)
+    with begun(tmp_path / "s") as (manager, held):
+        fill(manager, held)
+        random, client = np.random.default_rng(9), Client(manager, held)
         kept = [client.made(*some_update(random)) for _ in range(20)]
         for made in kept[-2:] * 3:
             client.send(made)
-        assert keeper._log is not None
-        assert keeper._log._promised == 0
-        assert keeper._log._done == set()
+        assert manager._log is not None
+        assert manager._log._promised == 0
+        assert manager._log._done == set()
         segment = max((tmp_path / "s").glob("log-*"))
-        assert keeper._log._end == ends_of(segment)[-1]
+        assert manager._log._end == ends_of(segment)[-1]
         assert len(ends_of(segment)) == 2
 
 
 def test_a_disk_that_is_full_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Generations that fail again and again take no more and more of the room that is left."""
     disk = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
+        manager.save()
         disk.armed = True
         sizes = list[int]()
         for _ in range(6):
             with pytest.raises(Exception, match="No space left"):
-                keeper.save()
+                manager.save()
             sizes.append(sum(path.stat().st_blocks * 512 for path in (tmp_path / "s").iterdir()))
         assert all(later <= earlier for earlier, later in itertools.pairwise(sizes[1:])), sizes
 
@@ -909,14 +909,14 @@ def test_a_disk_that_is_full_for_long(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_disk_that_has_no_room_for_segments_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do those that don't even begin leave more and more files."""
     disk = Trouble(monkeypatch, "posix_fallocate", "log-", errno.ENOSPC)
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
+        manager.save()
         disk.armed = True
         counts = list[int]()
         for _ in range(4):
             with pytest.raises(Exception, match="No space left"):
-                keeper.save()
+                manager.save()
             counts.append(len(names(tmp_path / "s")))
         assert counts[-1] == counts[0], counts
 
@@ -927,18 +927,18 @@ def test_a_disk_that_has_no_room_for_segments_for_long(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("shape", [(3,), (4,)])
 def test_a_late_update_of_the_job_before(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """It is checked, its payload comes slowly, and meanwhile the next job begins: the next one must not have it."""
-    with begun(tmp_path / "s") as (keeper, old):
+    with begun(tmp_path / "s") as (manager, old):
         declare(old, 1, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, old)
+        manager.save()
+        client = Client(manager, old)
         client.update(dense(ps_pb2.ADD, np.full(3, 1000.0)))
         request, payload, total = client.made(dense(ps_pb2.ADD, np.full(3, 1000.0)))
         placed = updates.check_update(old, request, total)
         new = Store(0, JOB + 1)
-        keeper.begin(new, LINEAGE)
+        manager.begin(new, LINEAGE)
         declare(new, 1, np.zeros(shape))
-        keeper.save()
-        write(keeper, old, request, placed, payload, total)
+        manager.save()
+        write(manager, old, request, placed, payload, total)
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [0] * shape[0]
 
 
@@ -946,16 +946,16 @@ def test_an_update_that_is_under_way_as_its_variable_is_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its record is behind the generation that knows nothing of the variable: the server starts all the same."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         declare(held, 2, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         request, payload, total = client.made(dense(ps_pb2.ADD, np.ones(3)))
         placed = updates.check_update(held, request, total)
         held.delete("v1")
-        keeper.save()
-        write(keeper, held, request, placed, payload, total)
+        manager.save()
+        write(manager, held, request, placed, payload, total)
         client.update(dense(ps_pb2.ADD, np.ones(3), 2))
         again = found_in(killed(tmp_path / "s"))
         assert [each.spec.id for each in again.held()[0]] == [2]
@@ -965,13 +965,13 @@ def test_an_update_that_is_under_way_as_its_variable_is_deleted(
 
 def test_updates_under_new_hyperparameters(tmp_path: Path) -> None:
     """An optimizer is declared anew, and updates are acknowledged before the generation that knows of it is saved."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         declare_rule(held, 2, "sgd", learning_rate=1.0)
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         client.update(dense(ps_pb2.APPLY_GRADIENT, np.ones(3), optimizer=2))
-        declare_rule(held, 2, "sgd", learning_rate=100.0)  # its `keeper.save()` takes its time
+        declare_rule(held, 2, "sgd", learning_rate=100.0)  # its `manager.save()` takes its time
         client.update(dense(ps_pb2.APPLY_GRADIENT, np.ones(3), optimizer=2))
         assert values_of(held, 1).tolist() == [-101] * 3
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [-101] * 3
@@ -979,13 +979,13 @@ def test_updates_under_new_hyperparameters(tmp_path: Path) -> None:
 
 def test_new_hyperparameters_and_a_damaged_generation(tmp_path: Path) -> None:
     """Falling back to the generation before gives the same values by its log, or nothing, not others."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         declare_rule(held, 2, "sgd", learning_rate=1.0)
-        keeper.save()
+        manager.save()
         declare_rule(held, 2, "sgd", learning_rate=100.0)
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.APPLY_GRADIENT, np.ones(3), optimizer=2))
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.APPLY_GRADIENT, np.ones(3), optimizer=2))
         copy = killed(tmp_path / "s")
     max(copy.glob("state-*.manifest")).write_bytes(b"")
     try:
@@ -998,20 +998,20 @@ def test_new_hyperparameters_and_a_damaged_generation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["deleted", "damaged"])
 def test_an_update_of_several_variables_of_which_one_is_not_there(tmp_path: Path, how: str) -> None:
     """Deleted while it was under way, or of a generation that is damaged: the other's part was acknowledged, too."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 2, np.zeros(3))
-        keeper.save()
+        manager.save()
         declare(held, 1, np.zeros((4, 3)))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         request, payload, total = client.made(
             rows(ps_pb2.ADD, [1, 2, 1], np.ones((3, 3))), dense(ps_pb2.ADD, np.ones(3), 2)
         )
         placed = updates.check_update(held, request, total)
         if how == "deleted":
             held.delete("v1")
-            keeper.save()
-        assert write(keeper, held, request, placed, payload, total).applied == 2
+            manager.save()
+        assert write(manager, held, request, placed, payload, total).applied == 2
         client.update(dense(ps_pb2.MUL, np.full(3, 10.0), 2))
         copy = killed(tmp_path / "s")
         assert values_of(held, 2).tolist() == [10] * 3
@@ -1063,19 +1063,19 @@ def test_a_death_at_any_moment_of_a_generation(tmp_path: Path, monkeypatch: pyte
     """Of one that is saved, or of several that fail and the next that is saved: nothing acknowledged is lost."""
     trouble = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)
     deaths = Deaths(tmp_path / "s", monkeypatch)
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
         deaths.armed = True
         if disk == "full":
             trouble.armed = True
             for _ in range(3):
                 with pytest.raises(PsClusterError, match="No space left"):
-                    keeper.save()
+                    manager.save()
             trouble.armed = False
         for _ in range(3):
-            keeper.save()
+            manager.save()
         deaths.armed = False
     assert len(deaths.copies) > 20
     assert outcomes(deaths.copies, [1] * 3) == []
@@ -1088,8 +1088,8 @@ def test_a_death_at_any_moment_of_a_restart(tmp_path: Path, monkeypatch: pytest.
     segment.write_bytes(marked(segment.read_bytes(), ends[-2], 3)[: ends[-1] - 1])
     deaths = Deaths(copy, monkeypatch)
     deaths.armed = True
-    with keeper_of(copy) as keeper:
-        assert keeper.restore() is not None
+    with manager_of(copy) as manager:
+        assert manager.restore() is not None
         deaths.armed = False
     assert len(deaths.copies) > 5
     assert outcomes(deaths.copies, values[3]) == []
@@ -1106,15 +1106,15 @@ def test_an_empty_segment_that_can_not_be_removed(tmp_path: Path, monkeypatch: p
         unlink(path, **rest)
 
     monkeypatch.setattr(os, "unlink", fails)
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         client.update(dense(ps_pb2.ADD, np.ones(3)))
         kept, disk.armed = max(path.name for path in (tmp_path / "s").glob("log-*")), True
         for _ in range(2):
             with pytest.raises(PsClusterError, match="No space left"):
-                keeper.save()
+                manager.save()
         disk.armed = False
         client.update(dense(ps_pb2.ADD, np.full(3, 10.0)))
         copy = killed(tmp_path / "s")
@@ -1124,31 +1124,31 @@ def test_an_empty_segment_that_can_not_be_removed(tmp_path: Path, monkeypatch: p
 
 def filled(folder: Path, lineage: Lineage, *, updates: int, parts: int, generations: int) -> Path:
     """What a server leaves that dies in a job with so many updates behind its first generation, and then others."""
-    with keeper_of(folder) as keeper:
-        assert keeper.restore() is None
+    with manager_of(folder) as manager:
+        assert manager.restore() is None
         held = Store(0, JOB)
         declare(held, 1, np.zeros(3))
-        keeper.begin(held, lineage)
-        until(lambda: keeper._plan.saved, "the first generation is saved")
-        no_more_generations(keeper)
+        manager.begin(held, lineage)
+        until(lambda: manager._plan.saved, "the first generation is saved")
+        no_more_generations(manager)
         for number in range(updates):
-            Client(keeper, held, 100 + number).update(*(dense(ps_pb2.ADD, np.ones(3)) for _ in range(parts)))
+            Client(manager, held, 100 + number).update(*(dense(ps_pb2.ADD, np.ones(3)) for _ in range(parts)))
         for _ in range(generations):
-            keeper.save()
+            manager.save()
         return killed(folder)
 
 
 def test_what_is_left_in_a_segment_of_its_former_life(tmp_path: Path) -> None:
     """Longer than what it has in its new one, at whatever byte that ends: none of it comes back."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
+        manager.save()
         for number, count in enumerate((20, 9, 7, 1, 3, 0, 2)):
             for at in range(count):
                 part = dense(ps_pb2.ADD, np.ones(3))
-                Client(keeper, held, 1000 * (number + 1) + at).update(*[part] * (1 + at % 2))
+                Client(manager, held, 1000 * (number + 1) + at).update(*[part] * (1 + at % 2))
             assert facts(found_in(killed(tmp_path / "s")))[1, 0, "value"] == facts(held)[1, 0, "value"]
-            keeper.save()
+            manager.save()
 
 
 def test_a_segment_of_a_job_whose_end_was_broken_off(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from tests.ps.storage.support import (
     dense,
     facts,
     found_in,
-    keeper_of,
     killed,
+    manager_of,
     names,
     restored,
     rows,
@@ -44,7 +44,7 @@ from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.write_path import write
 from pscluster.ps.storage.generations import StateDirectory
-from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2, state_pb2
 
@@ -57,14 +57,14 @@ both = pytest.mark.parametrize("kind", KEPT, ids=lambda kind: str(kind.value))
 def test_a_creation_waits_for_its_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
     """It is acknowledged when the variable is on disk, not before."""
     disk = Hold(monkeypatch, "pwritev", "state-")
-    with begun(tmp_path / "s", kind) as (keeper, held):
-        keeper.save()
+    with begun(tmp_path / "s", kind) as (manager, held):
+        manager.save()
         declare(held, 1, np.arange(3.0))
         disk.armed = True
         saved = threading.Event()
 
         def create() -> None:
-            keeper.save()
+            manager.save()
             saved.set()
 
         with beside(create) as raised:
@@ -80,16 +80,16 @@ def test_a_creation_waits_for_its_generation(tmp_path: Path, monkeypatch: pytest
 def test_a_creation_that_can_not_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
     """Is refused with the disk's reason, every time; then it works again."""
     disk = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
         disk.armed = True
         declare(held, 1, np.arange(3.0))
         for _ in range(2):
             with pytest.raises(PsClusterError, match=f"could not be saved: No space left on device in {tmp_path}"):
-                keeper.save()
-            assert f"durability {kind.value}, failing: No space left" in keeper.words
+                manager.save()
+            assert f"durability {kind.value}, failing: No space left" in manager.words
         disk.armed = False
-        keeper.save()
-        assert "failing" not in keeper.words
+        manager.save()
+        assert "failing" not in manager.words
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [0, 1, 2]
 
 
@@ -103,25 +103,25 @@ def test_a_generation_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.M
             raise error
         return real(number, *rest)
 
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.arange(3.0))
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", fails)
             with pytest.raises(PsClusterError, match="could not be saved"):
-                keeper.save()
-        keeper.save()
+                manager.save()
+        manager.save()
 
 
 @both
 def test_many_creations_at_once(tmp_path: Path, kind: Durability) -> None:
     """Each has been on disk when it was acknowledged; they share generations."""
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
 
         def create(number: int) -> None:
             declare(held, number, np.full(3, float(number)))
-            keeper.save()
-            assert keeper._job is not None
-            saved = keeper._job.saved
+            manager.save()
+            assert manager._job is not None
+            saved = manager._job.saved
             assert saved is not None
             assert number in {each.id for each in saved.variables}
 
@@ -134,15 +134,15 @@ def test_many_creations_at_once(tmp_path: Path, kind: Durability) -> None:
 @both
 def test_a_job_that_ends_leaves_nothing(tmp_path: Path, kind: Durability) -> None:
     """But the lock; and the server has nothing when it comes back."""
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(3.0))
         for _ in range(3):
-            keeper.save()
-            Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+            manager.save()
+            Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
         assert len(names(tmp_path / "s")) > 3
-        keeper.end()
+        manager.end()
         until(lambda: names(tmp_path / "s") == {"lock"}, "all is removed", lambda: names(tmp_path / "s"))
-        keeper.save()  # of nothing
+        manager.save()  # of nothing
     assert names(tmp_path / "s") == {"lock"}
     assert restored(tmp_path / "s") is None
 
@@ -151,12 +151,12 @@ def test_a_job_that_ends_leaves_nothing(tmp_path: Path, kind: Durability) -> Non
 def test_a_job_that_ends_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
     """What is being written counts for nothing, and who waits for it is let go."""
     disk = Hold(monkeypatch, "pwritev", "state-")
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(3.0))
         disk.armed = True
-        with beside(keeper.save) as raised:
+        with beside(manager.save) as raised:
             assert disk.entered.wait(PATIENCE)
-            keeper.end()
+            manager.end()
         assert raised == []
         disk.go.set()
         until(lambda: names(tmp_path / "s") == {"lock"}, "all is removed", lambda: names(tmp_path / "s"))
@@ -169,25 +169,25 @@ def test_a_new_job_sees_nothing_of_the_old_one(
 ) -> None:
     """Even if it begins while the old one is saved, and the server dies at once."""
     disk = Hold(monkeypatch, "pwritev", "state-")
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(3.0))
         declare(held, 2, np.arange(3.0))
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
         disk.armed = True
-        with beside(keeper.save):
+        with beside(manager.save):
             assert disk.entered.wait(PATIENCE)
             new = Store(0, JOB + 1)
-            keeper.begin(new, LINEAGE)
+            manager.begin(new, LINEAGE)
             declare(new, 1, np.full(2, 7.0), name="another")
             disk.go.set()
-            keeper.save()
+            manager.save()
         again = found_in(killed(tmp_path / "s"))
         assert facts(again) == facts(new)
         assert again.job == JOB + 1
-        Client(keeper, new).update(dense(ps_pb2.ADD, np.ones(2)))
-        keeper.save()
-        keeper.save()
+        Client(manager, new).update(dense(ps_pb2.ADD, np.ones(2)))
+        manager.save()
+        manager.save()
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [8, 8]
 
 
@@ -201,16 +201,16 @@ def test_a_disk_that_can_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         unlink(path, **rest)
 
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.arange(3.0))
-        keeper.save()
+        manager.save()
         monkeypatch.setattr(os, "unlink", fails)
-        keeper.end()
-        until(lambda: not keeper._clear, "it was tried")
+        manager.end()
+        until(lambda: not manager._clear, "it was tried")
         failing = False
         new = Store(0, JOB + 1)
-        keeper.begin(new, LINEAGE)
-        keeper.save()
+        manager.begin(new, LINEAGE)
+        manager.save()
         assert found_in(killed(tmp_path / "s")).job == JOB + 1
         assert not (tmp_path / "s" / "state-000001.manifest").exists()
 
@@ -219,13 +219,13 @@ def test_updates_go_on_while_a_generation_is_written(tmp_path: Path, monkeypatch
     """With snapshots nobody waits for the disk, and what is written is the moment at which it began."""
     small_blocks(monkeypatch)
     disk = Hold(monkeypatch, "pwritev", "state-")
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros((40, 3)))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
         disk.armed = True
-        with beside(keeper.save) as raised:
+        with beside(manager.save) as raised:
             assert disk.entered.wait(PATIENCE)
             client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
             client.update(rows(ps_pb2.ADD, [3, 39], np.ones((2, 3))))
@@ -233,7 +233,7 @@ def test_updates_go_on_while_a_generation_is_written(tmp_path: Path, monkeypatch
             disk.go.set()
         assert raised == []
         assert (values_of(found_in(killed(tmp_path / "s")), 1) == 1).all()
-        keeper.save()
+        manager.save()
         assert facts(found_in(killed(tmp_path / "s"))) == facts(held)
 
 
@@ -243,13 +243,13 @@ def test_updates_with_a_log_go_on_while_a_generation_is_written(
     """They wait for their record, and not for the generation; a death in the middle of it loses none."""
     small_blocks(monkeypatch)
     disk = Hold(monkeypatch, "pwritev", "state-")
-    with begun(tmp_path / "s", Durability.LOG) as (keeper, held):
+    with begun(tmp_path / "s", Durability.LOG) as (manager, held):
         declare(held, 1, np.zeros((40, 3)))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
         disk.armed = True
-        with beside(keeper.save) as raised:
+        with beside(manager.save) as raised:
             assert disk.entered.wait(PATIENCE)
             client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
             client.update(rows(ps_pb2.ADD, [3, 39], np.ones((2, 3))))
@@ -262,30 +262,30 @@ def test_updates_with_a_log_go_on_while_a_generation_is_written(
 
 def test_generations_come_by_themselves(tmp_path: Path) -> None:
     """Of what has changed; where nothing has, nothing is written."""
-    with begun(tmp_path / "s", Durability.SNAPSHOT, every=0.005) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT, every=0.005) as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         for number in range(1, 4):
             client.update(dense(ps_pb2.ADD, np.ones(3)))
-            until(lambda: keeper._plan._saving is None and keeper._plan.due() is None, "it is saved")
+            until(lambda: manager._plan._saving is None and manager._plan.due() is None, "it is saved")
             assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [number] * 3
-        saved, there = keeper._plan.saved, names(tmp_path / "s")
-        keeper.close()
-        assert (keeper._plan.saved, names(tmp_path / "s")) == (saved, there)
-        keeper._directory = None  # it is closed
+        saved, there = manager._plan.saved, names(tmp_path / "s")
+        manager.close()
+        assert (manager._plan.saved, names(tmp_path / "s")) == (saved, there)
+        manager._directory = None  # it is closed
 
 
 def test_generations_that_never_come_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--snapshot-seconds inf` is accepted: then a stop saves, and a creation."""
     died = list[Any]()
     monkeypatch.setattr(threading, "excepthook", died.append)
-    with begun(tmp_path / "s", Durability.SNAPSHOT, every=float("inf")) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT, every=float("inf")) as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        until(lambda: keeper._changed._waiters, "the keeper waits")  # type: ignore[attr-defined]
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
-        until(lambda: died or keeper._changed._waiters, "the keeper waits")  # type: ignore[attr-defined]
+        manager.save()
+        until(lambda: manager._changed._waiters, "the manager waits")  # type: ignore[attr-defined]
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        until(lambda: died or manager._changed._waiters, "the manager waits")  # type: ignore[attr-defined]
     assert values_of(found_in(tmp_path / "s"), 1).tolist() == [1] * 3
     assert died == []
 
@@ -293,10 +293,10 @@ def test_generations_that_never_come_by_themselves(tmp_path: Path, monkeypatch: 
 @both
 def test_a_stop_saves_what_there_is(tmp_path: Path, kind: Durability) -> None:
     """Whoever stops the server loses nothing."""
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
         expected = facts(held)
     assert facts(found_in(tmp_path / "s")) == expected
 
@@ -305,10 +305,10 @@ def test_a_stop_saves_what_there_is(tmp_path: Path, kind: Durability) -> None:
 def test_a_stop_that_can_not_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
     """Ends all the same, and leaves the generation before."""
     disk = Trouble(monkeypatch, "pwritev", "state-", errno.EIO)
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
         disk.armed = True
     disk.armed = False
     expected = 1 if kind is Durability.LOG else 0
@@ -320,22 +320,22 @@ def test_a_stop_that_can_not_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_many_generations(tmp_path: Path, kind: Durability, every: float) -> None:
     """Of many shards, of which few change: a bounded number of files, no bytes without end, and the live store."""
     random = np.random.default_rng(2)
-    with begun(tmp_path / "s", kind, every) as (keeper, held):
+    with begun(tmp_path / "s", kind, every) as (manager, held):
         for number in range(1, 16):
             declare(held, number, np.zeros((4, 3)), (1, 2, 3, 4))
         declare_rule(held, 99, "adam", ema=0.9)
-        keeper.save()
-        client, most = Client(keeper, held), 0
+        manager.save()
+        client, most = Client(manager, held), 0
         for _ in range(60):
             for _ in range(random.integers(1, 4)):
                 place = int(random.integers(1, 16)), int(random.integers(0, 4))
                 client.update(dense(ps_pb2.APPLY_GRADIENT, random.normal(size=(1, 3)), *place, optimizer=99))
-            keeper.save()
+            manager.save()
             if every == NEVER:
                 most = max(most, len(names(tmp_path / "s")))
                 data = [path for path in (tmp_path / "s").iterdir() if path.suffix == ".data"]
                 assert len(data) <= 8 + 2
-        until(lambda: keeper._plan._saving is None, "no generation is being saved")
+        until(lambda: manager._plan._saving is None, "no generation is being saved")
         assert most <= 1 + 2 + 10 + 3
         keys = "keys" if kind is Durability.LOG else ""
         live, again = facts(held), facts(found_in(killed(tmp_path / "s")))
@@ -348,19 +348,19 @@ def test_many_generations(tmp_path: Path, kind: Durability, every: float) -> Non
 @both
 def test_deleted_variables_are_gone(tmp_path: Path, kind: Durability) -> None:
     """With their updates in the log, their keys, and, two generations on, their bytes."""
-    with begun(tmp_path / "s", kind) as (keeper, held):
+    with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.full(1000, 123456789.0))
         declare(held, 2, np.zeros(3))
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(1000)), dense(ps_pb2.ADD, np.ones(3), 2))
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(1000)), dense(ps_pb2.ADD, np.ones(3), 2))
         held.delete("v1")
-        keeper.save()
+        manager.save()
         again = found_in(killed(tmp_path / "s"))
         assert facts(again) == facts(held)
         assert [each.spec.name for each in again.held()[0]] == ["v2"]
         for _ in range(2):
-            Client(keeper, held, 10 + _).update(dense(ps_pb2.ADD, np.ones(3), 2))
-            keeper.save()
+            Client(manager, held, 10 + _).update(dense(ps_pb2.ADD, np.ones(3), 2))
+            manager.save()
         data = b"".join(path.read_bytes() for path in (tmp_path / "s").iterdir() if path.suffix == ".data")
         assert np.full(10, 123456789.0).tobytes() not in data
 
@@ -369,29 +369,29 @@ def test_durability_none_touches_no_disk(tmp_path: Path, monkeypatch: pytest.Mon
     """And starts no thread."""
     monkeypatch.chdir(tmp_path)
     threads = threading.active_count()
-    keeper = Keeper(DurabilityOptions(directory=tmp_path / "s"))
-    assert keeper.restore() is None
+    manager = StateManager(DurabilityOptions(directory=tmp_path / "s"))
+    assert manager.restore() is None
     held = Store(0, JOB)
-    keeper.begin(held, LINEAGE)
+    manager.begin(held, LINEAGE)
     for call in ("open", "pwritev", "posix_fallocate", "fsync"):
         monkeypatch.setattr(os, call, None)
     declare(held, 1, np.zeros(3))
-    keeper.save()
-    keeper.check_rule("any")
-    assert Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3))).applied == 1
-    keeper.end()
-    keeper.close()
-    assert keeper.words == "durability none"
+    manager.save()
+    manager.check_rule("any")
+    assert Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3))).applied == 1
+    manager.end()
+    manager.close()
+    assert manager.words == "durability none"
     assert threading.active_count() == threads
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rule_by_value_and_a_log(tmp_path: Path) -> None:
     """Are refused, with what can be done; with snapshots they go together."""
-    with keeper_of(tmp_path / "log") as keeper, pytest.raises(MisuseError, match=r"'mine'.*durability snapshot"):
-        keeper.check_rule("mine")
-    with keeper_of(tmp_path / "snapshot", Durability.SNAPSHOT) as keeper:
-        keeper.check_rule("mine")
+    with manager_of(tmp_path / "log") as manager, pytest.raises(MisuseError, match=r"'mine'.*durability snapshot"):
+        manager.check_rule("mine")
+    with manager_of(tmp_path / "snapshot", Durability.SNAPSHOT) as manager:
+        manager.check_rule("mine")
 
 
 @pytest.mark.parametrize(
@@ -406,23 +406,23 @@ def test_a_rule_by_value_and_a_log(tmp_path: Path) -> None:
 def test_another_choice_at_the_next_start(tmp_path: Path, lives: tuple[Durability, ...]) -> None:
     """What was acknowledged under the one before is there."""
     folder = tmp_path / "s"
-    with begun(folder, lives[0]) as (keeper, held):
+    with begun(folder, lives[0]) as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        Client(keeper, held, 100).update(dense(ps_pb2.ADD, np.ones(3)))
+        manager.save()
+        Client(manager, held, 100).update(dense(ps_pb2.ADD, np.ones(3)))
         if lives[0] is Durability.SNAPSHOT:
-            keeper.save()
+            manager.save()
         folder = killed(folder)
     expected = 1
     for kind in lives[1:]:
-        with keeper_of(folder, kind) as keeper:
-            found = keeper.restore()
+        with manager_of(folder, kind) as manager:
+            found = manager.restore()
             assert found is not None
             assert values_of(found.store, 1).tolist() == [expected] * 3
             assert found.lineage == LINEAGE
-            Client(keeper, found.store, 100 + expected).update(dense(ps_pb2.ADD, np.ones(3)))
+            Client(manager, found.store, 100 + expected).update(dense(ps_pb2.ADD, np.ones(3)))
             if kind is Durability.SNAPSHOT:
-                keeper.save()
+                manager.save()
             expected += 1
             folder = killed(folder)
     assert values_of(found_in(folder), 1).tolist() == [expected] * 3
@@ -430,16 +430,16 @@ def test_another_choice_at_the_next_start(tmp_path: Path, lives: tuple[Durabilit
 
 def test_what_a_coordinator_marked_goes_with_it() -> None:
     """The next one goes on with the values; nothing of a checkpoint that was begun is kept for it."""
-    role = ParameterServerRole(0, Keeper(DurabilityOptions()))
+    role = ParameterServerRole(0, StateManager(DurabilityOptions()))
     role.job_began(node_pb2.AttachRequest(job=JOB, lineage=5, epoch=1))
     role.attached(node_pb2.AttachRequest(job=JOB))
     declare(role.store, 1, np.zeros(3))
     role.parts.mark(role.store, 1)
-    client = Client(role.keeper, role.store)
+    client = Client(role.manager, role.store)
     client.update(dense(ps_pb2.ADD, np.ones(3)))
-    assert role.keeper.spill.in_memory == 24
+    assert role.manager.spill.in_memory == 24
     role.job_began(node_pb2.AttachRequest(job=JOB + 1, lineage=5, epoch=2))
-    assert role.keeper.spill.in_memory == 0
+    assert role.manager.spill.in_memory == 0
     assert values_of(role.store, 1).tolist() == [1, 1, 1]
     with pytest.raises(StaleError, match="not marked"):
         role.parts.write(role.store, 1, "nowhere")
@@ -450,50 +450,50 @@ def test_what_a_coordinator_marked_goes_with_it() -> None:
 
 def test_a_restored_server_waits_for_its_coordinator(tmp_path: Path) -> None:
     """Nobody is served before it is told who was given up meanwhile; then those are refused."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
         copy = killed(tmp_path / "s")
-    with keeper_of(copy) as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(copy) as manager:
+        role = ParameterServerRole(0, manager)
         assert role.kept_job == JOB
         with pytest.raises(UnavailableError, match="waits for its coordinator"):
             role.serving()
         request = node_pb2.AttachRequest(job=JOB, closed=[9], finished_starts=[3], finished_stops=[5])
         assert role.attached(request) == LINEAGE.holding
-        client = Client(keeper, role.serving())
+        client = Client(manager, role.serving())
         with pytest.raises(StaleError, match="given up"):
             client.update(dense(ps_pb2.ADD, np.ones(3)))
         with pytest.raises(StaleError, match="has ended"):
-            Client(keeper, role.store, 10).update(dense(ps_pb2.ADD, np.ones(3)), function=4)
+            Client(manager, role.store, 10).update(dense(ps_pb2.ADD, np.ones(3)), function=4)
         role.job_began(node_pb2.AttachRequest(job=JOB + 1))
         assert role.attached(node_pb2.AttachRequest(job=JOB + 1)) not in (0, LINEAGE.holding)
         assert role.serving().held()[0] == []
-        keeper.save()
+        manager.save()
         role.job_ended()
         until(lambda: names(copy) == {"lock"}, "all is removed")
 
 
 def test_a_restored_server_without_room_for_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts, has everything, and refuses updates until there is room."""
-    with begun(tmp_path / "s") as (keeper, held):
+    with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)))
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
         copy = killed(tmp_path / "s")
     disk = Trouble(monkeypatch, "posix_fallocate", "log-", errno.ENOSPC)
     disk.armed = True
-    with keeper_of(copy, every=0.01) as keeper:
-        found = keeper.restore()
+    with manager_of(copy, every=0.01) as manager:
+        found = manager.restore()
         assert found is not None
-        client = Client(keeper, found.store, 10)
+        client = Client(manager, found.store, 10)
         made = client.made(dense(ps_pb2.ADD, np.ones(3)))
         with pytest.raises(UnavailableError):
             client.send(made)
         assert values_of(found.store, 1).tolist() == [1] * 3
         disk.armed = False
-        until(lambda: "failing" not in keeper.words, "there is room, and it is seen")
+        until(lambda: "failing" not in manager.words, "there is room, and it is seen")
         assert client.send(made).applied == 1
         assert values_of(found.store, 1).tolist() == [2] * 3
 
@@ -528,13 +528,13 @@ def losses_in(folder: Path, expected: dict[tuple[int, int], int]) -> None:
 @pytest.mark.parametrize("spoil", ["cut", "flipped", "empty", "missing", "of another job"])
 def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) -> None:
     """By what clients were told; over two restarts it adds up. What is damaged is ignored, and nothing else with it."""
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(6), (3, 6))
         declare(held, 2, np.zeros(3))
-        client = Client(keeper, held)
-        keeper.save()
+        client = Client(manager, held)
+        manager.save()
         told = [client.update(dense(ps_pb2.ADD, np.ones(3))) for _ in range(2)]
-        keeper.save()  # two updates are kept
+        manager.save()  # two updates are kept
         told += [client.update(dense(ps_pb2.ADD, np.ones(3))) for _ in range(3)]
         assert [reply.updates[0] for reply in told] == [1, 2, 3, 4, 5]
         first_life = told[-1].life
@@ -542,11 +542,11 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
         knowing(client, first_life, 5)
         assert held.lost == {}, "this process knows all of its own life"
         copy = killed(tmp_path / "s")
-    with keeper_of(copy, Durability.SNAPSHOT) as keeper:
-        found = keeper.restore()
+    with manager_of(copy, Durability.SNAPSHOT) as manager:
+        found = manager.restore()
         assert found is not None
         held = found.store
-        client.keeper, client.held = keeper, held
+        client.manager, client.held = manager, held
         assert held.lost == {}, "nobody has said anything"
         assert knowing(client, first_life, 2).updates == [3]
         assert knowing(client, 0, 99).updates == [4]  # of a client that was told nothing
@@ -561,18 +561,18 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
         second_life = told[-1].life
         assert second_life != first_life
         assert told[-1].updates == [8]
-        keeper.save()  # eight are kept
+        manager.save()  # eight are kept
         reply = knowing(client, second_life, 8)
         assert (reply.life, list(reply.updates)) == (second_life, [9])
         knowing(client, second_life, 9, 2)  # of which this process knows all
         assert held.lost == {"v1": 3}
         again = killed(copy)
         bad = killed(copy)
-    with keeper_of(again, Durability.SNAPSHOT) as keeper:
-        found = keeper.restore()
+    with manager_of(again, Durability.SNAPSHOT) as manager:
+        found = manager.restore()
         assert found is not None
         held = found.store
-        client.keeper, client.held = keeper, held
+        client.manager, client.held = manager, held
         assert held.lost == {"v1": 3}
         knowing(client, first_life, 5)
         assert held.lost == {"v1": 3}, "what was counted at the restart before"
@@ -581,7 +581,7 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
         assert held.lost == {"v1": 5, "v2": 1}
         losses_in(again, {(1, 0): 5, (2, 0): 1})
         role = node_pb2.StatusReply()
-        ParameterServerRole.describe(_role_of(held, keeper), role)
+        ParameterServerRole.describe(_role_of(held, manager), role)
         assert dict(role.lost_updates) == {"v1": 5, "v2": 1}
         held.delete("v1")
         assert held.lost == {"v2": 1}
@@ -598,43 +598,43 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
     else:
         flipped = whole[:-1] + bytes([whole[-1] ^ 1])
         (bad / "losses").write_bytes({"cut": whole[:-1], "flipped": flipped, "empty": b""}[spoil])
-    with keeper_of(bad, Durability.SNAPSHOT) as keeper:
-        found = keeper.restore()
+    with manager_of(bad, Durability.SNAPSHOT) as manager:
+        found = manager.restore()
         assert found is not None
         held = found.store
-        client.keeper, client.held = keeper, held
+        client.manager, client.held = manager, held
         assert values_of(held, 1).tolist() == [8] * 3
         assert held.lost == {}
         knowing(client, second_life, 9)
         assert held.lost == {"v1": 1}
         losses_in(bad, {(1, 0): 1})
-    keeper = Keeper(DurabilityOptions(Durability.SNAPSHOT, bad))
+    manager = StateManager(DurabilityOptions(Durability.SNAPSHOT, bad))
     try:
-        assert keeper.restore() is not None
-        keeper.end()
+        assert manager.restore() is not None
+        manager.end()
         until(lambda: names(bad) == {"lock"}, "all is removed", lambda: names(bad))
     finally:
-        keeper.close()
+        manager.close()
 
 
-def _role_of(held: Store, keeper: Keeper) -> ParameterServerRole:
+def _role_of(held: Store, manager: StateManager) -> ParameterServerRole:
     role = ParameterServerRole.__new__(ParameterServerRole)
-    role.store, role.keeper, role.waiting, role.counts = held, keeper, False, ServiceCounts()
+    role.store, role.manager, role.waiting, role.counts = held, manager, False, ServiceCounts()
     return role
 
 
 def test_a_disk_that_can_not_take_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is reported all the same, and written down with the next."""
     disk = Trouble(monkeypatch, "pwritev", "losses", errno.ENOSPC)
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
+        manager.save()
         life = held.losses.life
         copy = killed(tmp_path / "s")
-    with keeper_of(copy, Durability.SNAPSHOT) as keeper:
-        found = keeper.restore()
+    with manager_of(copy, Durability.SNAPSHOT) as manager:
+        found = manager.restore()
         assert found is not None
-        client, disk.armed = Client(keeper, found.store), True
+        client, disk.armed = Client(manager, found.store), True
         knowing(client, life, 4)
         until(lambda: disk.raised, "it was tried")
         assert found.store.lost == {"v1": 4}
@@ -647,20 +647,20 @@ def test_a_disk_that_can_not_take_what_is_lost(tmp_path: Path, monkeypatch: pyte
 
 def test_a_loss_of_a_variable_that_is_deleted_meanwhile(tmp_path: Path) -> None:
     """The update was checked before: it goes as it goes where nothing was lost."""
-    with begun(tmp_path / "s", Durability.SNAPSHOT) as (keeper, held):
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(3))
-        keeper.save()
+        manager.save()
         life = held.losses.life
         copy = killed(tmp_path / "s")
-    with keeper_of(copy, Durability.SNAPSHOT) as keeper:
-        found = keeper.restore()
+    with manager_of(copy, Durability.SNAPSHOT) as manager:
+        found = manager.restore()
         assert found is not None
-        client, part = Client(keeper, found.store), dense(ps_pb2.ADD, np.ones(3))
+        client, part = Client(manager, found.store), dense(ps_pb2.ADD, np.ones(3))
         part[0].life, part[0].seen = life, 4
         request, payload, total = client.made(part)
         placed = updates.check_update(found.store, request, total)
         found.store.delete("v1")
-        assert write(keeper, found.store, request, placed, payload, total).applied == 1
+        assert write(manager, found.store, request, placed, payload, total).applied == 1
         assert found.store.lost == {}
 
 
@@ -690,44 +690,44 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @both
 def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> None:
     """The values stay, and are of another job number: nothing of the coordinator before is applied any more."""
-    with keeper_of(tmp_path / "s", kind) as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(tmp_path / "s", kind) as manager:
+        role = ParameterServerRole(0, manager)
         holding = attach(role, coordinator(1))
         held = role.serving()
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         client.update(dense(ps_pb2.ADD, np.ones(3)))
         client.update(dense(ps_pb2.ADD, np.ones(3)), function=4)
         late, checked = (client.made(dense(ps_pb2.ADD, np.full(3, 100.0))) for _ in range(2))
         placed = updates.check_update(held, checked[0], checked[2])
-        other = Client(keeper, held, 10)
+        other = Client(manager, held, 10)
         mine = other.made(dense(ps_pb2.ADD, np.full(3, 100.0)), function=5)
         placed_mine = updates.check_update(held, mine[0], mine[2])
 
         assert attach(role, coordinator(2, holding)) == holding
         assert role.store is held
         assert held.job == JOB + 2
-        keeper.save()
+        manager.save()
         with pytest.raises(StaleError, match="works for another job"):
             client.send(late)
         for (request, payload, total), ready in ((checked, placed), (mine, placed_mine)):
             with pytest.raises(StaleError, match="works for another job"):
-                write(keeper, held, request, ready, payload, total)
+                write(manager, held, request, ready, payload, total)
         assert values_of(held, 1).tolist() == [2] * 3
-        if keeper._log is not None:
-            assert keeper._log._plan.settled
+        if manager._log is not None:
+            assert manager._log._plan.settled
         for old in (coordinator(1), coordinator(1, holding)):
             with pytest.raises(StaleError, match="coordinator number 2 of this job has taken it over from number 1"):
                 role.admit(old)
         # Functions are numbered anew: the fourth of this coordinator is not the fourth of the one before.
-        fresh = Client(keeper, held, 11).update(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
+        fresh = Client(manager, held, 11).update(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
         assert (fresh.applied, fresh.repeated_) == (1, 0)
-        keeper.save()
+        manager.save()
         expected = facts(held)
         copy = killed(tmp_path / "s")
-    with keeper_of(copy, kind) as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(copy, kind) as manager:
+        role = ParameterServerRole(0, manager)
         assert facts(role.store) == expected
         assert role.kept_job == JOB + 2
         reply = node_pb2.HelloReply()
@@ -741,7 +741,7 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
             role.admit(coordinator(2, holding + 1))
         assert attach(role, coordinator(2, holding)) == holding
         assert values_of(role.serving(), 1).tolist() == [12] * 3
-        client = Client(keeper, role.serving(), 11)
+        client = Client(manager, role.serving(), 11)
         again = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
         assert client.send(again).repeated_ == 1
         with pytest.raises(StaleError, match="works for another job"):
@@ -751,14 +751,14 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
 @pytest.mark.usefixtures("at_once")
 def test_a_death_behind_a_take_over(tmp_path: Path) -> None:
     """Before the next generation that comes by itself: what the new coordinator's functions did is done once."""
-    with keeper_of(tmp_path / "s") as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(tmp_path / "s") as manager:
+        role = ParameterServerRole(0, manager)
         holding = attach(role, coordinator(1))
         held = role.serving()
         declare(held, 1, np.zeros(3))
-        keeper.save()
+        manager.save()
         attach(role, coordinator(2, holding))
-        client = Client(keeper, held)
+        client = Client(manager, held)
         made = client.made(dense(ps_pb2.ADD, np.ones(3)), function=4)
 
         def acknowledged() -> bool:
@@ -767,13 +767,13 @@ def test_a_death_behind_a_take_over(tmp_path: Path) -> None:
             except UnavailableError:  # until the take-over is written down, perhaps
                 return False
 
-        until(acknowledged, "the update is acknowledged", lambda: keeper.words)
+        until(acknowledged, "the update is acknowledged", lambda: manager.words)
         copy = killed(tmp_path / "s")
-    with keeper_of(copy) as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(copy) as manager:
+        role = ParameterServerRole(0, manager)
         assert values_of(role.store, 1).tolist() == [1] * 3
         assert attach(role, coordinator(2, holding)) == holding
-        client = Client(keeper, role.serving())
+        client = Client(manager, role.serving())
         assert client.send(made).repeated_ == 1, "a repetition was applied again"
         assert values_of(role.store, 1).tolist() == [1] * 3
 
@@ -782,16 +782,16 @@ def test_a_death_behind_a_take_over(tmp_path: Path) -> None:
 @both
 def test_the_coordinator_before_and_a_death_behind_a_take_over(tmp_path: Path, kind: Durability) -> None:
     """Once anything was acknowledged to the new one, the old one is refused, by the next process, too."""
-    with keeper_of(tmp_path / "s", kind) as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(tmp_path / "s", kind) as manager:
+        role = ParameterServerRole(0, manager)
         holding = attach(role, coordinator(1))
         declare(role.serving(), 1, np.zeros(3))
-        keeper.save()
+        manager.save()
         attach(role, coordinator(2, holding))
-        until(lambda: keeper._plan._saving is None and keeper._plan.due() != -np.inf, "what was asked for is saved")
+        until(lambda: manager._plan._saving is None and manager._plan.due() != -np.inf, "what was asked for is saved")
         copy = killed(tmp_path / "s")
-    with keeper_of(copy, kind) as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(copy, kind) as manager:
+        role = ParameterServerRole(0, manager)
         with pytest.raises(StaleError, match="has taken it over from number 1"):
             role.admit(coordinator(1, holding))
 
@@ -800,21 +800,21 @@ def test_the_coordinator_before_and_a_death_behind_a_take_over(tmp_path: Path, k
 @both
 def test_functions_of_the_coordinator_before_and_a_death(tmp_path: Path, kind: Durability) -> None:
     """Their keys are not found again with a shard that was not written again: the next one's numbers begin anew."""
-    with keeper_of(tmp_path / "s", kind) as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(tmp_path / "s", kind) as manager:
+        role = ParameterServerRole(0, manager)
         holding = attach(role, coordinator(1))
         held = role.serving()
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)), function=4)  # it has not ended
-        keeper.save()
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)), function=4)  # it has not ended
+        manager.save()
         attach(role, coordinator(2, holding))
-        keeper.save()
+        manager.save()
         copy = killed(tmp_path / "s")
-    with keeper_of(copy, kind) as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(copy, kind) as manager:
+        role = ParameterServerRole(0, manager)
         assert attach(role, coordinator(2, holding)) == holding
-        reply = Client(keeper, role.serving(), 10).update(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
+        reply = Client(manager, role.serving(), 10).update(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
         assert reply.applied == 1, "another's fourth function"
         assert values_of(role.store, 1).tolist() == [11] * 3
 
@@ -830,60 +830,60 @@ def test_a_take_over_while_a_generation_is_written(tmp_path: Path, monkeypatch: 
             copies.append(killed(directory.path))
 
     monkeypatch.setattr(StateDirectory, "commit", committed)
-    with keeper_of(tmp_path / "s", Durability.SNAPSHOT) as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(tmp_path / "s", Durability.SNAPSHOT) as manager:
+        role = ParameterServerRole(0, manager)
         holding = attach(role, coordinator(1))
         held = role.serving()
         for number in (1, 2):
             declare(held, number, np.zeros(3))
-        keeper.save()
-        client = Client(keeper, held)
+        manager.save()
+        client = Client(manager, held)
         for number in (1, 2):
             client.update(dense(ps_pb2.ADD, np.ones(3), number))
         disk.armed = True
-        with beside(keeper.save):
+        with beside(manager.save):
             assert disk.entered.wait(PATIENCE)  # the first is being written, the second comes behind it
             attach(role, coordinator(2, holding))
-            client = Client(keeper, held, 10)
+            client = Client(manager, held, 10)
             made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0), 2), function=4)
             assert client.send(made).applied == 1
             disk.armed = False
             disk.go.set()
     assert copies
     for copy in copies:
-        with keeper_of(copy, Durability.SNAPSHOT) as keeper:
-            role = ParameterServerRole(0, keeper)
+        with manager_of(copy, Durability.SNAPSHOT) as manager:
+            role = ParameterServerRole(0, manager)
             attach(role, coordinator(2, holding))
-            Client(keeper, role.serving(), 10).send(made)
+            Client(manager, role.serving(), 10).send(made)
             assert values_of(role.store, 2).tolist() == [11] * 3
 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_damaged_generation_behind_a_take_over(tmp_path: Path) -> None:
     """The one before it is of the coordinator before; what the new one's functions did is still done once."""
-    with keeper_of(tmp_path / "s") as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(tmp_path / "s") as manager:
+        role = ParameterServerRole(0, manager)
         holding = attach(role, coordinator(1))
         held = role.serving()
         declare(held, 1, np.zeros(3))
-        keeper.save()
-        Client(keeper, held).update(dense(ps_pb2.ADD, np.ones(3)), function=5)
+        manager.save()
+        Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)), function=5)
         attach(role, coordinator(2, holding))
-        keeper.save()
-        client = Client(keeper, held, 10)
+        manager.save()
+        client = Client(manager, held, 10)
         made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
         assert client.send(made).applied == 1
         copy = killed(tmp_path / "s")
     newest = max(copy.glob("state-*.manifest"))
     newest.write_bytes(newest.read_bytes()[:-1])
-    with keeper_of(copy) as keeper:
-        role = ParameterServerRole(0, keeper)
+    with manager_of(copy) as manager:
+        role = ParameterServerRole(0, manager)
         assert values_of(role.store, 1).tolist() == [11] * 3
         for old in (coordinator(1), coordinator(1, holding)):
             with pytest.raises(StaleError, match="has taken it over from number 1"):
                 role.admit(old)
         assert attach(role, coordinator(2, holding)) == holding
-        client = Client(keeper, role.serving(), 10)
+        client = Client(manager, role.serving(), 10)
         assert client.send(made).repeated_ == 1, "a repetition was applied again"
         assert client.update(dense(ps_pb2.ADD, np.full(3, 100.0)), function=5).applied == 1, "another's fifth function"
         assert values_of(role.store, 1).tolist() == [111] * 3

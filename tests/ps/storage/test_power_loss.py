@@ -21,7 +21,7 @@ from tests.roles.processes import Roles, make_cluster
 
 from pscluster.core.errors import ConfigurationError
 from pscluster.ps.storage import log as log_module
-from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,9 +53,9 @@ print("done", flush=True)
 
 def counts_in(folder: Path) -> dict[str, set[float]]:
     """What a server that starts there after another boot has: all values of each variable."""
-    keeper = Keeper(DurabilityOptions(Durability.LOG, folder, 1e6, fsync=False))
+    manager = StateManager(DurabilityOptions(Durability.LOG, folder, 1e6, fsync=False))
     try:
-        found = keeper.restore()
+        found = manager.restore()
         if found is None:
             return {}
         return {
@@ -63,7 +63,7 @@ def counts_in(folder: Path) -> dict[str, set[float]]:
             for each in found.store.held()[0]
         }
     finally:
-        keeper.close()
+        manager.close()
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, for what is preloaded")

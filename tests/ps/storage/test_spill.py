@@ -18,7 +18,7 @@ from pscluster.core.errors import UnavailableError
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.generations import StateDirectory
-from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.ps.storage.spill import SavedBlock, Spill
 from pscluster.v1 import ps_pb2
@@ -198,21 +198,21 @@ def test_by_several_threads(tmp_path: Path) -> None:
 
 def test_a_server_s_lies_with_its_state(tmp_path: Path) -> None:
     """What is captured and changed all over is read as it was; most of it never was in memory twice."""
-    keeper = Keeper(DurabilityOptions(Durability.SNAPSHOT, tmp_path / "state"))
+    manager = StateManager(DurabilityOptions(Durability.SNAPSHOT, tmp_path / "state"))
     try:
         held, before = Store(0, JOB), np.arange(64, dtype=np.float32)
         declare(held, 1, before.copy())
         shard = held.held()[0][0].shards[0]
-        keeper.spill._limit = 2 * CHUNK
+        manager.spill._limit = 2 * CHUNK
         with shard.lock:
-            capture = shard.capture(keeper.spill)
-        Client(keeper, held).update(dense(ps_pb2.ASSIGN, np.ones(64, np.float32)))
-        assert keeper.spill.in_memory == 2 * CHUNK
-        assert keeper.spill.spilled == 64 * 4 // CHUNK - 2
+            capture = shard.capture(manager.spill)
+        Client(manager, held).update(dense(ps_pb2.ASSIGN, np.ones(64, np.float32)))
+        assert manager.spill.in_memory == 2 * CHUNK
+        assert manager.spill.spilled == 64 * 4 // CHUNK - 2
         assert len(open_files(tmp_path / "state")) == 2  # the lock is the other
         blocks = {block.offset: block.data for block in capture.blocks()}
         assert b"".join(blocks[offset] for offset in sorted(blocks)) == before.tobytes()
         shard.release(capture)
     finally:
-        keeper.close()
+        manager.close()
     StateDirectory(tmp_path / "state").close()

@@ -31,13 +31,13 @@ DEFAULT_MIB = 256
 _SELDOM = 15
 
 
-def kept_bytes() -> int:
+def cache_bytes() -> int:
     """How much a process keeps, by the environment; 0: nothing."""
     given = os.environ.get(KEEP_VARIABLE, "")
     return (int(given) if given.isdecimal() else DEFAULT_MIB) << 20
 
 
-class Verdict(enum.Enum):
+class CacheDecision(enum.Enum):
     """What to do about a large read of a shard."""
 
     READ = "read it"
@@ -53,7 +53,7 @@ class _Shard:
     skip: int = 0  # of them, still to come
 
 
-class Kept:
+class ReadCache:
     """The copies of one process, up to so many bytes. Thread-safe; holds no lock over a network call.
 
     Args:
@@ -77,20 +77,20 @@ class Kept:
                 return False
             return True
 
-    def verdict(self, key: Key, version: int) -> tuple[Verdict, bytes]:
+    def decide(self, key: Key, version: int) -> tuple[CacheDecision, bytes]:
         """What to do, the shard having this version now; and its copy, where there is one."""
         with self._lock:
             shard = self._shards.setdefault(key, _Shard())
             if shard.version == version:
                 shard.patience = 0
                 self._shards[key] = self._shards.pop(key)
-                return (Verdict.KEEP, b"") if shard.copy is None else (Verdict.COPY, shard.copy)
+                return (CacheDecision.KEEP, b"") if shard.copy is None else (CacheDecision.COPY, shard.copy)
             if shard.version is not None:
                 shard.patience = min(2 * shard.patience + 1, _SELDOM)
                 shard.skip = shard.patience
             shard.version = version
             self._drop(shard)
-            return Verdict.READ, b""
+            return CacheDecision.READ, b""
 
     def keep(self, key: Key, version: int, values: memoryview) -> None:
         """The shard had this version before and after these values, which are copied, were read."""

@@ -24,7 +24,7 @@ from pscluster.core.transport.frames import ALIGNMENT, Buffer, pack, padding, pa
 from pscluster.core.transport.payload_sink import Landing
 from pscluster.ps.client.connections import new_session
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges, padded
-from pscluster.ps.client.read_cache import Kept, Verdict, kept_bytes
+from pscluster.ps.client.read_cache import CacheDecision, ReadCache, cache_bytes
 from pscluster.ps.client.read_plans import MAX_PLANS, Array, ReadPlan, WholeVariable
 from pscluster.ps.spec import MAX_ITEMS, ROWS_IDS_BYTES, SESSION_BYTES
 from pscluster.v1 import ps_pb2
@@ -54,7 +54,7 @@ class Reader:
         self._exchanges = exchanges
         self._plans: dict[tuple[int, ...], ReadPlan] = {}
         self._planning = threading.Lock()
-        self._cache = Kept(kept_bytes())
+        self._cache = ReadCache(cache_bytes())
 
     def read(self, parts: Sequence[ReadPart]) -> None:
         """Read every part to where it is to land: one request a server, all servers at once."""
@@ -96,7 +96,7 @@ class Reader:
                     self._cache.keep((part.item.variable, part.item.shard), after, part.land)
 
     def _without_copies(self, parts: Sequence[ReadPart]) -> tuple[Sequence[ReadPart], list[tuple[ReadPart, int]]]:
-        """What is left to read, and what of it to keep if it has the same version behind the read; see `kept`."""
+        """What is left to read, and what of it to keep if it has the same version behind the read; see `read_cache`."""
         asked = [
             part
             for part in parts
@@ -110,11 +110,11 @@ class Reader:
             return parts, []
         to_keep, here = [], set()
         for part, version in zip(asked, self._versions(asked), strict=True):
-            verdict, copy = self._cache.verdict((part.item.variable, part.item.shard), version)
+            decision, copy = self._cache.decide((part.item.variable, part.item.shard), version)
             assert isinstance(part.land, memoryview)  # as was asked for
-            if verdict is Verdict.KEEP:
+            if decision is CacheDecision.KEEP:
                 to_keep.append((part, version))
-            elif verdict is Verdict.COPY:
+            elif decision is CacheDecision.COPY:
                 here.add(id(part))
                 part.land[:] = copy
         return [part for part in parts if id(part) not in here], to_keep

@@ -17,7 +17,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
-class Spares:
+class ArrayPool:
     """Arrays that nobody else has. Thread-safe."""
 
     def __init__(self) -> None:

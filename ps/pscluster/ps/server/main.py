@@ -32,7 +32,7 @@ from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.telemetry import ServerTelemetry
 from pscluster.ps.spec import DATA_MESSAGE_BYTES, SERVICE
-from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import (
     DURABILITY_VARIABLE,
     SNAPSHOT_SECONDS,
@@ -67,7 +67,7 @@ def serve_ps(
     def serve(stop: StopRequest) -> Callable[[], None]:
         mine = with_user_token(options, [address])
         settle_trust(address, mine)
-        role = ParameterServerRole(index, Keeper(durability or DurabilityOptions()), Roots(checkpoint_roots))
+        role = ParameterServerRole(index, StateManager(durability or DurabilityOptions()), Roots(checkpoint_roots))
         service = ParameterServerService(role, in_flight_mib << 20)
         server = RoleServer(
             make_identity("ps", index),
@@ -91,7 +91,7 @@ def serve_ps(
                 logger.warning("requests were still under way after %g s; they are cut off", options.grace)
             server.stop(SEND_SECONDS)  # streams do not end by themselves
             reach("ps.stop.before")
-            role.keeper.close()
+            role.manager.close()
 
         return close
 

@@ -15,7 +15,7 @@ from pscluster.ps.request_metrics import ServiceCounts, StoreCounts
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import OURS
 from pscluster.ps.storage.checkpoint_parts import Parts
-from pscluster.ps.storage.manager import Keeper, Lineage
+from pscluster.ps.storage.manager import Lineage, StateManager
 from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.ps.storage.roots import Roots
 from pscluster.v1 import node_pb2
@@ -30,14 +30,14 @@ MAX_BUSIEST = 256
 class ParameterServerRole(Role):
     """Keeps the store of the job that the server works for."""
 
-    def __init__(self, index: int, keeper: Keeper | None = None, roots: Roots | None = None) -> None:
+    def __init__(self, index: int, manager: StateManager | None = None, roots: Roots | None = None) -> None:
         self.roots = roots or Roots()
-        self.keeper = keeper or Keeper(DurabilityOptions())
+        self.manager = manager or StateManager(DurabilityOptions())
         self.parts = Parts()
         self.counts = ServiceCounts()
         self._store_counts = StoreCounts()
         reach("ps.restore.before")
-        found = self.keeper.restore()
+        found = self.manager.restore()
         reach("ps.restore.after")
         self._take_on(Store(index) if found is None else found.store)
         self.kept_job = self.store.job
@@ -50,7 +50,7 @@ class ParameterServerRole(Role):
 
     def _take_on(self, store: Store) -> None:
         """Another store, of the same server."""
-        store.counts, store.spill = self._store_counts, self.keeper.spill
+        store.counts, store.spill = self._store_counts, self.manager.spill
         self.store = store
 
     def serving(self) -> Store:
@@ -89,13 +89,13 @@ class ParameterServerRole(Role):
             self.parts.forget()  # checkpoints of a coordinator that is gone
             reach("ps.epoch.after")
             self._origin = replace(self._origin, epoch=request.epoch)
-            self.keeper.go_on(self._origin)
+            self.manager.go_on(self._origin)
             return
         self.parts.forget()
         self._take_on(Store(self.store.index, request.job))
         self._restored = ""
         self._origin = Lineage(fresh_id(), request.lineage, request.epoch, request.job_name)
-        self.keeper.begin(self.store, self._origin)
+        self.manager.begin(self.store, self._origin)
         self._new = True
 
     def attached(self, request: node_pb2.AttachRequest) -> int:
@@ -123,7 +123,7 @@ class ParameterServerRole(Role):
         PsClusterError, with the reason, if it can't be put there.
         """
         if self._new:
-            self.keeper.save()
+            self.manager.save()
             self._new = False
 
     def job_ended(self) -> None:
@@ -131,12 +131,12 @@ class ParameterServerRole(Role):
         self.parts.forget()
         self._take_on(Store(self.store.index))
         self._origin, self.waiting = Lineage(), False
-        self.keeper.end()
+        self.manager.end()
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
         """Shards and bytes."""
         reply.variables, reply.variable_bytes = self.store.totals()
-        reply.detail = f"{self.store.remembered} updates remembered; {self.keeper.words}"
+        reply.detail = f"{self.store.remembered} updates remembered; {self.manager.words}"
         reply.lost_updates.update(self.store.lost)
         reply.requests = sum(self.counts.pulls.counts) + sum(self.counts.pushes.counts)
         reply.bytes_in, reply.bytes_out = self.counts.pushed_bytes, self.counts.pulled_bytes

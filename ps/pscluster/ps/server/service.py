@@ -282,11 +282,11 @@ class ParameterServerService:
         store = self._store_of(request.job)
         variables, optimizers = _distinct(request.variables), _distinct(request.optimizers)
         if request.saved:
-            self._role.keeper.save()
+            self._role.manager.save()
         if request.seen:
             check_count(len(request.seen), MAX_COUNT, "shards of which updates were seen")
             store.note_lost((each.variable, each.shard, each.life, each.updates) for each in request.seen)
-            self._role.keeper.write_losses()
+            self._role.manager.write_losses()
         return store.describe(variables, optimizers, request.all)
 
     def delete(self, request: ps_pb2.DeleteRequest, _context: grpc.ServicerContext) -> ps_pb2.DeleteReply:
@@ -296,7 +296,7 @@ class ParameterServerService:
         check_name(request.prefix, "the beginning of variables' names")
         store.delete(request.name, request.id, request.prefix)
         reach("ps.delete.after")
-        self._role.keeper.save()
+        self._role.manager.save()
         return ps_pb2.DeleteReply()
 
     def close_incarnation(
@@ -357,7 +357,7 @@ class ParameterServerService:
             elif request.commit:
                 self._role.parts.commit(store, request.id, request.term)
                 reach("ps.commit.after")
-                self._role.keeper.save()
+                self._role.manager.save()
                 reach("ps.commit.saved")
             else:
                 where = functools.partial(self._role.roots.path_of, request.directory)

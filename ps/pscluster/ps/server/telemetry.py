@@ -66,7 +66,7 @@ class ServerTelemetry(Telemetry):
         self._labels = Labels()
 
     def own(self) -> Snapshot:
-        """From the store, the service and the keeper."""
+        """From the store, the service and the manager."""
         role, store, counts = self._role, self._role.store, self._role.counts
         # The largest first, for whom there are labels; what an evaluation copies comes and goes.
         traffic = sorted(store.traffic(), key=lambda each: (each[0].startswith(PINNED), -each[1]))
@@ -99,10 +99,10 @@ class ServerTelemetry(Telemetry):
             "variables": len(traffic),
             "variable_bytes": sizes,
             **by_figure,
-            "snapshot_seconds": role.keeper.saves.plain(),
-            "snapshot_bytes_total": role.keeper.saved_bytes,
-            "snapshot_failures_total": role.keeper.failures,
-            "log_bytes": role.keeper.log_bytes,
+            "snapshot_seconds": role.manager.saves.plain(),
+            "snapshot_bytes_total": role.manager.saved_bytes,
+            "snapshot_failures_total": role.manager.failures,
+            "log_bytes": role.manager.log_bytes,
             "checkpoint_seconds": counts.checkpoints.plain(),
             "checkpoint_bytes_total": counts.checkpoint_bytes,
         }

@@ -27,7 +27,7 @@ from pscluster.core.transport.frames import Assembler, pack, unpack
 from pscluster.core.transport.tcp.context import DataContext
 from pscluster.ps.server import creation, updates
 from pscluster.ps.server.admission import Budget, check_amount
-from pscluster.ps.server.array_pool import Spares
+from pscluster.ps.server.array_pool import ArrayPool
 from pscluster.ps.server.incoming import CUT_OFF, Incoming
 from pscluster.ps.server.payload import Payload, Staging
 from pscluster.ps.server.role import ParameterServerRole
@@ -35,7 +35,7 @@ from pscluster.ps.server.shard import Array
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.updates import Change
 from pscluster.ps.spec import COPY
-from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.manager import StateManager
 from pscluster.v1 import ps_pb2
 
 _MAX_PUSH_BYTES = 1 << 46  # what is received is bounded by the items' sizes; this bounds the declaration
@@ -61,7 +61,7 @@ class WritePath:
         self._budget = budget
         self._incoming = incoming
         self._restore = restore
-        self.spares = Spares()
+        self.pool = ArrayPool()
         self._mixed = False  # have large updates of different kinds come?
 
     # Small requests, whose payload is there
@@ -69,7 +69,7 @@ class WritePath:
     def update(self, store: Store, request: ps_pb2.Request, payload: Payload) -> ps_pb2.UpdateReply:
         """Check and apply an update."""
         changes = updates.check_update(store, request.update, request.total_bytes)
-        return write(self._role.keeper, store, request.update, changes, payload, request.total_bytes)
+        return write(self._role.manager, store, request.update, changes, payload, request.total_bytes)
 
     def create(
         self, store: Store, request: ps_pb2.Request, payload: Payload, context: grpc.ServicerContext
@@ -103,8 +103,8 @@ class WritePath:
                 _has_room(context)
                 # By a function of its own, of which nothing is left when others get the memory.
                 update, left = self._update_staged(store, first, payload, changes, frames, context)
-                self.spares.keep(left)
-                self.spares.shrink(first.total_bytes + self._budget.left)
+                self.pool.keep(left)
+                self.pool.shrink(first.total_bytes + self._budget.left)
                 return "push", first.total_bytes, pack(ps_pb2.Reply(id=first.id, last=True, update=update))
         assembler = Assembler(_MAX_PUSH_BYTES)
         assembler.add(first, payload)
@@ -120,8 +120,8 @@ class WritePath:
                 self._restore(_restore_request(Payload(assembler.chunks).joined()), context)
                 return "", 0, pack(reply)
             if body == "update":
-                whole = Payload(assembler.chunks, once=not self._role.keeper.logs)
-                update = write(self._role.keeper, store, first.update, changes, whole, first.total_bytes)
+                whole = Payload(assembler.chunks, once=not self._role.manager.logs)
+                update = write(self._role.manager, store, first.update, changes, whole, first.total_bytes)
                 reply.update.CopyFrom(update)
                 return "push", first.total_bytes, pack(reply)
             reply.create.CopyFrom(self._create(store, first.create, Payload(assembler.chunks)))
@@ -129,8 +129,8 @@ class WritePath:
 
     def _make_room(self) -> None:
         """For an update that is kept as it comes."""
-        if self.spares.nbytes > self._budget.left:
-            self.spares.shrink(self._budget.left)
+        if self.pool.nbytes > self._budget.left:
+            self.pool.shrink(self._budget.left)
             self._mixed = True
 
     def _may_stage(self, total_bytes: int, changes: Sequence[Change]) -> bool:
@@ -138,13 +138,13 @@ class WritePath:
 
         Not with a log: what is written there would be an array that later updates change. Nor where a shard is named
         twice: all of the arrays are made before anything comes, and are to be no more than what the server holds. Nor
-        large ones, unless they go alone and others do not come in between: see `spares`.
+        large ones, unless they go alone and others do not come in between: see `array_pool`.
         """
         limit = self._budget.limit
         if total_bytes > limit // 4 and (total_bytes <= limit or self._mixed):
             return False
         distinct = len({id(change.shard) for change in changes}) == len(changes) > 0
-        return distinct and not self._role.keeper.logs and all(change.takes_place for change in changes)
+        return distinct and not self._role.manager.logs and all(change.takes_place for change in changes)
 
     def _update_staged(
         self,
@@ -157,8 +157,8 @@ class WritePath:
     ) -> tuple[ps_pb2.UpdateReply, list[Array]]:
         """An update whose values may take the place of those that there are; and the arrays of no use any more."""
         there = [change.shard.array for change in changes]
-        arrays = [self.spares.take(array.shape, array.dtype) for array in there]
-        self.spares.shrink(self._budget.left)
+        arrays = [self.pool.take(array.shape, array.dtype) for array in there]
+        self.pool.shrink(self._budget.left)
         staging = Staging({change.values_at: array for change, array in zip(changes, arrays, strict=True)})
         landing = staging.landing
         landing.put(first, payload)
@@ -174,7 +174,7 @@ class WritePath:
                 before = landing.missing
         if not landing.complete:
             raise ProtocolError(CUT_OFF)
-        reply = write(self._role.keeper, store, first.update, changes, staging.payload(), first.total_bytes)
+        reply = write(self._role.manager, store, first.update, changes, staging.payload(), first.total_bytes)
         of_each = zip(changes, there, arrays, strict=True)
         return reply, [new if change.shard.array is old else old for change, old, new in of_each]
 
@@ -182,7 +182,7 @@ class WritePath:
 
     def _create(self, store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> ps_pb2.CreateReply:
         if request.HasField("rule") and len(payload.joined()):
-            self._role.keeper.check_rule(request.optimizer.name)
+            self._role.manager.check_rule(request.optimizer.name)
         known = request.HasField("optimizer") and store.has_optimizer(request.optimizer)
         try:
             reach("ps.create.before")
@@ -198,7 +198,7 @@ class WritePath:
     def _save(self, *, waits: bool) -> None:
         """Return when it is on disk. Who changes what there is waits for a disk without room, as with an update."""
         try:
-            self._role.keeper.save()
+            self._role.manager.save()
         except UnavailableError:
             raise
         except PsClusterError as error:
@@ -208,7 +208,7 @@ class WritePath:
 
 
 def write(
-    keeper: Keeper,
+    manager: StateManager,
     store: Store,
     request: ps_pb2.UpdateRequest,
     changes: list[Change],
@@ -220,7 +220,7 @@ def write(
     Raises:
         UnavailableError: with a log, it can't be taken, or can't be acknowledged.
     """
-    with keeper.logged(store, request, changes, payload, total_bytes) as applied:
+    with manager.logged(store, request, changes, payload, total_bytes) as applied:
         reply = updates.apply(store, request, changes, payload, applied)
     reach("ps.acknowledge.before")
     return reply

@@ -1,4 +1,4 @@
-"""The keeper of a server's state: a thread that saves generations, and what the service calls.
+"""The manager of a server's state: a thread that saves generations, and what the service calls.
 
 The service tells it of a job that began or ended, asks it to make creations durable before they are acknowledged, and
 applies updates within `logged`. All decisions are `plan`'s. Nothing that serves ever waits for a generation but who
@@ -92,7 +92,7 @@ class _Job:
     losses_written: int = 0  # how much of the news of losses
 
 
-class Keeper:
+class StateManager:
     """Keeps the state of one server. Thread-safe.
 
     Raises:
@@ -154,7 +154,7 @@ class Keeper:
                 break
         segments = self._directory.log_segments()
         self._generation = max([self._generation, *segments])
-        self._thread = threading.Thread(target=self._run, name="state-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="state-manager", daemon=True)
         self._thread.start()
         if found is None:
             if damaged:

@@ -1,4 +1,4 @@
-"""What the keeper of a server's state decides. Pure: it is told what happened and when, and says what to do.
+"""What the manager of a server's state decides. Pure: it is told what happened and when, and says what to do.
 
 States of an update, with a log:
 
