@@ -28,6 +28,7 @@ from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.variables.evaluation_snapshot import Pins
+from pscluster.core import checks
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.functions.capture import Captures
@@ -66,6 +67,7 @@ WORKER_LEASE = 30.0
 _making = threading.Lock()
 
 
+_SECONDS = "number of seconds"
 _Known: TypeAlias = tuple[CapturedFunction, Captures]
 
 
@@ -119,8 +121,8 @@ class ClusterCoordinator(StaysHere):
             raise ValueError(f"a ClusterCoordinator needs a ParameterServerStrategy, not a {type(strategy).__name__}")
         asked = {"max_queued": max_queued, "max_attempts": max_attempts, "worker_lease": worker_lease}
         for name, value in asked.items():
-            if value is not None and not value >= 1:
-                raise ValueError(f"{name} is {value}; it must be 1 or more")
+            if value is not None:
+                checks.real(name, value, finite=False, at_least=1)
         with _making:
             if strategy._coordinator is not None:
                 strategy._coordinator._check_options(asked)
@@ -225,12 +227,10 @@ class ClusterCoordinator(StaysHere):
             raise TypeError(f"args must be a tuple or list of arguments, not a {type(args).__name__}: write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs must be a dict of arguments, not a {type(kwargs).__name__}")
-        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
-            raise ValueError(f"retries is {retries!r}; it must be a whole number, 0 or more")
-        if timeout is not None and (
-            isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
-        ):
-            raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0, or None")
+        if type(retries) is not int or retries < 0:
+            retries = checks.whole("retries", retries, at_least=0)
+        if timeout is not None:
+            timeout = checks.real("timeout", timeout, ", or None", kind=_SECONDS, finite=False, above=0)
         if wait is not None:
             _check_seconds("wait", wait)
         function = self._capture(fn)
@@ -503,8 +503,8 @@ class ClusterCoordinator(StaysHere):
             UnavailableError: with `concurrent`, a parameter server has lost the copies: evaluate again.
         """
         named = by_name(metrics)
-        if shards != "auto" and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
-            raise ValueError(f"shards is {shards!r}; it must be 1 or more, or 'auto'")
+        if shards != "auto":
+            shards = checks.whole("shards", shards, ", or 'auto'", at_least=1)
         if not callable(step):
             raise TypeError(f"evaluate takes a step function, not a {type(step).__name__}")
         if not isinstance(dataset, DistributedDataset):
@@ -582,12 +582,13 @@ class ClusterCoordinator(StaysHere):
         """
         from pscluster.coordinator.training.fit import Fit, check_arguments, validation_of  # they need this module
 
-        whole = {"epochs": epochs, "validation_freq": validation_freq}
+        check_arguments(step, data)
+        epochs = checks.whole("epochs", epochs, at_least=1)
+        validation_freq = checks.whole("validation_freq", validation_freq, at_least=1)
         if steps_per_epoch is not None:
-            whole["steps_per_epoch"] = steps_per_epoch
+            steps_per_epoch = checks.whole("steps_per_epoch", steps_per_epoch, at_least=1)
         if steps_per_execution != "auto":
-            whole["steps_per_execution"] = steps_per_execution
-        check_arguments(step, data, whole)
+            steps_per_execution = checks.whole("steps_per_execution", steps_per_execution, at_least=1)
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose is {verbose!r}; it must be 0, 1, 2 or 'auto'")
         training = Fit(
@@ -798,9 +799,8 @@ def _where_made(fn: Callable[..., Any]) -> str:
     return f"{kind}{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a number of seconds, 0 or more, or None")
+def _check_seconds(name: str, value: object) -> None:
+    checks.real(name, value, ", or None", kind=_SECONDS, finite=False, at_least=0)
 
 
 def _check_no_part(function: CapturedFunction) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.training.events import EventWriter
+from pscluster.core import checks
 from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, WaitTimeoutError
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.variable import Variable
@@ -252,8 +253,7 @@ class Monitor:
     def __init__(self, name: str, mode: Mode = "auto", min_delta: float = 0.0, best: float | None = None) -> None:
         if mode not in ("auto", "min", "max"):
             raise ValueError(f"mode is {mode!r}; it must be 'auto', 'min' or 'max'")
-        if not min_delta >= 0:
-            raise ValueError(f"min_delta is {min_delta}; it must be 0 or more")
+        checks.real("min_delta", min_delta, at_least=0)
         self.name = name
         self._sign = 1 if mode == "max" or (mode == "auto" and _GROW.search(name)) else -1
         self._min_delta = min_delta
@@ -403,8 +403,7 @@ class ReduceLROnPlateau(Callback):
         cooldown: int = 0,
         min_lr: float = 0.0,
     ) -> None:
-        if not 0 < factor < 1:
-            raise ValueError(f"factor is {factor}; it must be between 0 and 1")
+        checks.real("factor", factor, above=0, below=1)
         _rate_of(optimizer)
         self._monitor = Monitor(monitor, mode, min_delta)
         self.optimizer = optimizer
@@ -542,8 +541,8 @@ class _Saving(Callback):
     """Base of those that make checkpoints, every so many steps or once an epoch."""
 
     def __init__(self, directory: str | PathLike[str], save_freq: int | Literal["epoch"], keep: int | None) -> None:
-        if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
-            raise ValueError(f"save_freq is {save_freq!r}; it must be 'epoch', or a number of steps, 1 or more")
+        if save_freq != "epoch":
+            save_freq = checks.whole("save_freq", save_freq, ", or 'epoch'", kind="whole number of steps", at_least=1)
         self.directory = os.fspath(directory)
         self.save_freq = save_freq
         self._keep = keep
@@ -752,8 +751,8 @@ class TensorBoard(Callback):
 
     def __init__(self, log_dir: str | PathLike[str] = "logs", update_freq: int | Literal["epoch", "batch"] = "epoch"):
         every = 1 if update_freq == "batch" else 0 if update_freq == "epoch" else update_freq
-        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise ValueError(f"update_freq is {update_freq!r}; it must be 'epoch', 'batch', or a number of steps")
+        kind = "whole number of steps"
+        every = checks.whole("update_freq", every, ", or 'epoch' or 'batch'", kind=kind, at_least=0)
         self.log_dir = os.fspath(log_dir).rstrip("/")
         self._every = every
         self._writers: dict[str, EventWriter] = {}
