@@ -30,7 +30,6 @@ from pscluster.coordinator import (
 from pscluster.core import errors
 from pscluster.core.values import decode, encode
 from pscluster.ps import optim
-from pscluster.ps.handles.scope import creating_with
 from pscluster.ps.optim import schedules
 
 Array = npt.NDArray[Any]
@@ -49,7 +48,7 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 @pytest.fixture(autouse=True)
 def scope(strategy: ParameterServerStrategy) -> Iterator[None]:
     """All tests make variables and optimizers."""
-    with creating_with(strategy):
+    with strategy.scope():
         yield
 
 
