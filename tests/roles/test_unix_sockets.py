@@ -170,7 +170,7 @@ def test_what_a_killed_cluster_leaves_goes_with_the_next(tmp_path: Path) -> None
     with Process(command, environ()) as first:
         _, address, *pids = first.wait_for("^at unix:").split()
         sockets = Path(address.removeprefix("unix:")).parent
-        first.wait_for("parameter server 0 serving")
+        first.wait_for("worker 0 serving")  # it has its socket
         worker = int(pids[1])
         os.kill(worker, signal.SIGSTOP)
         try:
