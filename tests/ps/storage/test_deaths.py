@@ -762,4 +762,4 @@ class ServerMachine(RuleBasedStateMachine):
 
 TestServer = ServerMachine.TestCase
 TestServer.__doc__ = "What was acknowledged is there, as its durability says, and nothing is applied twice."
-TestServer.settings = settings(search(40, 30), suppress_health_check=list(HealthCheck))
+TestServer.settings = settings(search(25, 30), suppress_health_check=list(HealthCheck))
