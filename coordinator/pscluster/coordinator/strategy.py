@@ -59,7 +59,7 @@ from pscluster.core.errors import (
     PsClusterError,
     PSUnavailableError,
 )
-from pscluster.core.fault_points import arm, reach
+from pscluster.core.fault_points import reach
 from pscluster.core.functions.definitions import capture, split_off_bulk
 from pscluster.core.functions.policy import Trust, asked_for, trust_of
 from pscluster.core.geometry import Partition
@@ -155,7 +155,6 @@ class ParameterServerStrategy(Strategy):
         spec = cluster_resolver.cluster_spec()
         validate_for_strategy(spec, cluster_resolver.task_type, cluster_resolver.task_id)
         options = process_options()
-        arm("chief")
         mine = cluster_resolver if isinstance(cluster_resolver, LocalCluster) else options
         tls = mine.tls
         if token is None:
