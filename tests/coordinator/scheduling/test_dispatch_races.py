@@ -1,4 +1,4 @@
-"""Dispatch against workers of straw: what happens when messages cross, in the very order that a test wants."""
+"""Dispatch against workers of fake: what happens when messages cross, in the very order that a test wants."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ Outcome = worker_pb2.Outcome
 Take = Callable[[Any, Sequence[Outcome]], None]
 
 
-class StrawWorker:
+class FakeWorker:
     """A worker as the dispatcher sees it, across all its connections; what it answers, and when, the test says."""
 
     def __init__(self, index: int) -> None:
         self.peer = PeerAddress("worker", index, f"nowhere:{index + 1}")
-        self.connections: list[StrawConnection] = []
+        self.connections: list[FakeConnection] = []
         self.may_upload = asyncio.Event()
         self.may_upload.set()
 
     @property
-    def last(self) -> StrawConnection:
+    def last(self) -> FakeConnection:
         """Its latest connection."""
         return self.connections[-1]
 
 
-class StrawConnection:
+class FakeConnection:
     """In the place of a WorkerConnection."""
 
-    def __init__(self, worker: StrawWorker, take: Take) -> None:
+    def __init__(self, worker: FakeWorker, take: Take) -> None:
         self.worker, self.peer = worker, worker.peer
         self._take = take
         worker.connections.append(self)
@@ -144,7 +144,7 @@ class StrawConnection:
         asyncio.get_running_loop().call_soon(self._take, self, outcomes)
 
 
-class StrawServer(ServerAttachment):
+class FakeServer(ServerAttachment):
     """A parameter server that only counts."""
 
     def __init__(self) -> None:
@@ -187,12 +187,12 @@ class StrawServer(ServerAttachment):
             raise answer
 
 
-class Straw:
-    """A dispatcher between straw workers and servers. Its methods are for the loop's thread."""
+class FakeCluster:
+    """A dispatcher between fake workers and servers. Its methods are for the loop's thread."""
 
     def __init__(self, workers: int, servers: int = 0, max_attempts: int = 10) -> None:
-        self.workers = [StrawWorker(index) for index in range(workers)]
-        self.servers = [StrawServer() for _ in range(servers)]
+        self.workers = [FakeWorker(index) for index in range(workers)]
+        self.servers = [FakeServer() for _ in range(servers)]
         self.dispatcher = Dispatcher(
             loop.event_loop(),
             [worker.peer for worker in self.workers],
@@ -248,18 +248,16 @@ async def settled() -> None:
 
 
 @pytest.fixture
-def straw(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Straw]]:
-    """Makes dispatchers with straw workers; closes them at the end."""
-    made: list[Straw] = []
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeCluster]]:
+    """Makes dispatchers with fake workers; closes them at the end."""
+    made: list[FakeCluster] = []
 
-    def make(workers: int = 1, **more: int) -> Straw:
-        straw = Straw(workers, **more)
-        by_peer = {worker.peer: worker for worker in straw.workers}
-        monkeypatch.setattr(
-            worker_link, "WorkerConnection", lambda peer, take, _d: StrawConnection(by_peer[peer], take)
-        )
-        made.append(straw)
-        return straw
+    def make(workers: int = 1, **more: int) -> FakeCluster:
+        fake = FakeCluster(workers, **more)
+        by_peer = {worker.peer: worker for worker in fake.workers}
+        monkeypatch.setattr(worker_link, "WorkerConnection", lambda peer, take, _d: FakeConnection(by_peer[peer], take))
+        made.append(fake)
+        return fake
 
     async def no_end(*_: object) -> None:
         pass
@@ -276,9 +274,9 @@ def on_loop(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     loop.run(scenario(), PATIENCE)
 
 
-def test_a_worker_leaves_with_a_message_on_its_way(straw: Callable[..., Straw]) -> None:
+def test_a_worker_leaves_with_a_message_on_its_way(fake: Callable[..., FakeCluster]) -> None:
     """The stream is left alone until the worker has ended it; the functions go on elsewhere."""
-    cluster = straw()
+    cluster = fake()
     (worker,) = cluster.workers
 
     async def scenario() -> None:
@@ -304,9 +302,9 @@ def test_a_worker_leaves_with_a_message_on_its_way(straw: Callable[..., Straw]) 
     on_loop(scenario)
 
 
-def test_a_stream_that_breaks_off_in_a_write_does_not_end_the_link(straw: Callable[..., Straw]) -> None:
+def test_a_stream_that_breaks_off_in_a_write_does_not_end_the_link(fake: Callable[..., FakeCluster]) -> None:
     """However the connection ends, by grpc's errors or by what it says of a call that is gone, the link dials again."""
-    cluster = straw()
+    cluster = fake()
     (worker,) = cluster.workers
 
     async def scenario() -> None:
@@ -323,9 +321,9 @@ def test_a_stream_that_breaks_off_in_a_write_does_not_end_the_link(straw: Callab
     on_loop(scenario)
 
 
-def test_what_is_recalled_while_it_is_prepared_keeps_its_place(straw: Callable[..., Straw]) -> None:
+def test_what_is_recalled_while_it_is_prepared_keeps_its_place(fake: Callable[..., FakeCluster]) -> None:
     """A function that went to another worker meanwhile is not sent, and does not bring its place there along."""
-    cluster = straw(2)
+    cluster = fake(2)
     busy, other = cluster.workers
 
     async def scenario() -> None:
@@ -357,9 +355,9 @@ def test_what_is_recalled_while_it_is_prepared_keeps_its_place(straw: Callable[.
     on_loop(scenario)
 
 
-def test_only_a_worker_without_any_function_steals(straw: Callable[..., Straw]) -> None:
+def test_only_a_worker_without_any_function_steals(fake: Callable[..., FakeCluster]) -> None:
     """One that has a place free, but also something to run, does not take what waits behind others' functions."""
-    cluster = straw(2)
+    cluster = fake(2)
     first, second = cluster.workers
 
     async def scenario() -> None:
@@ -393,11 +391,11 @@ def test_only_a_worker_without_any_function_steals(straw: Callable[..., Straw]) 
 
 
 def test_arguments_too_large_for_a_message_are_refused(
-    straw: Callable[..., Straw], monkeypatch: pytest.MonkeyPatch
+    fake: Callable[..., FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By `schedule`, or as that function's error where it is another's result that makes them so."""
     monkeypatch.setattr(call_module, "MAX_INLINE_BYTES", 1 << 20)
-    cluster = straw()
+    cluster = fake()
     (worker,) = cluster.workers
     function = capture(nothing)
 
@@ -430,11 +428,11 @@ def test_arguments_too_large_for_a_message_are_refused(
 
 
 def test_a_worker_forgets_functions_that_were_not_used_for_longest(
-    straw: Callable[..., Straw], monkeypatch: pytest.MonkeyPatch
+    fake: Callable[..., FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a script makes a new function for every call, its workers do not grow."""
     monkeypatch.setattr(definitions_cache, "MAX_DEFINITIONS", 4)
-    cluster = straw()
+    cluster = fake()
     (worker,) = cluster.workers
     functions = [capture(functools.partial(abs, number)) for number in range(20)]
     often = functions[0]
@@ -460,9 +458,9 @@ def test_a_worker_forgets_functions_that_were_not_used_for_longest(
     on_loop(scenario)
 
 
-def test_done_does_not_wait_for_what_still_runs(straw: Callable[..., Straw]) -> None:
+def test_done_does_not_wait_for_what_still_runs(fake: Callable[..., FakeCluster]) -> None:
     """While an error waits for another worker's function it is not done; then it raises the error, once."""
-    cluster = straw(2)
+    cluster = fake(2)
     failing, running = cluster.workers
 
     async def scenario() -> None:
@@ -483,11 +481,11 @@ def test_done_does_not_wait_for_what_still_runs(straw: Callable[..., Straw]) -> 
 
 
 def test_servers_are_told_again_of_ended_functions(
-    straw: Callable[..., Straw], monkeypatch: pytest.MonkeyPatch
+    fake: Callable[..., FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that fails, with whatever error of ours, does not end the telling, and is made good by the next."""
     monkeypatch.setattr(server_watch, "FINISH_SECONDS", 0.0)
-    cluster = straw(servers=1)
+    cluster = fake(servers=1)
     (server,) = cluster.servers
     (worker,) = cluster.workers
     server.answers = [UnavailableError("away"), PsClusterError("odd")]
@@ -507,9 +505,9 @@ def test_servers_are_told_again_of_ended_functions(
     on_loop(scenario)
 
 
-def test_updates_that_cannot_be_shut_out_are_a_lost_server(straw: Callable[..., Straw]) -> None:
+def test_updates_that_cannot_be_shut_out_are_a_lost_server(fake: Callable[..., FakeCluster]) -> None:
     """A lost worker's function is not run again then: whoever waits for it is told that a server is lost."""
-    cluster = straw(servers=1)
+    cluster = fake(servers=1)
     (worker,) = cluster.workers
     cluster.servers[0].closing = UnavailableError("ps 0 can't be reached")
 
@@ -526,12 +524,12 @@ def test_updates_that_cannot_be_shut_out_are_a_lost_server(straw: Callable[..., 
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
-def test_a_function_that_is_ended_and_goes_on(straw: Callable[..., Straw], how: str) -> None:
+def test_a_function_that_is_ended_and_goes_on(fake: Callable[..., FakeCluster], how: str) -> None:
     """Its value has its error at once; nothing is cut, and no error raised, before every server refuses its updates.
 
     Its worker gives back what waits there and is given nothing else until it has ended, and its result is dropped.
     """
-    cluster = straw(workers=1, servers=2)
+    cluster = fake(workers=1, servers=2)
     (worker,), dispatcher = cluster.workers, cluster.dispatcher
     scheduler = dispatcher._scheduler
 
@@ -569,9 +567,9 @@ def test_a_function_that_is_ended_and_goes_on(straw: Callable[..., Straw], how: 
     on_loop(scenario)
 
 
-def test_what_waits_behind_a_function_that_is_ended(straw: Callable[..., Straw]) -> None:
+def test_what_waits_behind_a_function_that_is_ended(fake: Callable[..., FakeCluster]) -> None:
     """It comes back, for any worker that is free; what was cancelled on its way there is not run."""
-    cluster = straw()
+    cluster = fake()
     (worker,) = cluster.workers
 
     async def scenario() -> None:
@@ -595,9 +593,9 @@ def test_what_waits_behind_a_function_that_is_ended(straw: Callable[..., Straw])
     on_loop(scenario)
 
 
-def test_what_is_cancelled_while_it_is_prepared(straw: Callable[..., Straw]) -> None:
+def test_what_is_cancelled_while_it_is_prepared(fake: Callable[..., FakeCluster]) -> None:
     """It is not sent, and its worker, which will never tell of it, is free."""
-    cluster = straw()
+    cluster = fake()
     (worker,) = cluster.workers
 
     async def scenario() -> None:
@@ -617,9 +615,9 @@ def test_what_is_cancelled_while_it_is_prepared(straw: Callable[..., Straw]) -> 
     on_loop(scenario)
 
 
-def test_a_function_that_cannot_be_shut_out_is_a_lost_server(straw: Callable[..., Straw]) -> None:
+def test_a_function_that_cannot_be_shut_out_is_a_lost_server(fake: Callable[..., FakeCluster]) -> None:
     """Nobody may go on as if nothing of it could land any more."""
-    cluster = straw(servers=1)
+    cluster = fake(servers=1)
     (worker,) = cluster.workers
     cluster.servers[0].answers = [UnavailableError("ps 0 can't be reached")]
 
@@ -635,9 +633,9 @@ def test_a_function_that_cannot_be_shut_out_is_a_lost_server(straw: Callable[...
             cluster.dispatcher.join(PATIENCE)
 
 
-def test_what_waits_for_a_cancelled_value_is_cancelled(straw: Callable[..., Straw]) -> None:
+def test_what_waits_for_a_cancelled_value_is_cancelled(fake: Callable[..., FakeCluster]) -> None:
     """It would wait for ever: also what waits for that in turn, and where only what waits is cancelled."""
-    cluster = straw()
+    cluster = fake()
     (worker,) = cluster.workers
 
     async def scenario() -> None:
@@ -667,9 +665,9 @@ def test_what_waits_for_a_cancelled_value_is_cancelled(straw: Callable[..., Stra
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_worker_says_that_a_server_is_lost(straw: Callable[..., Straw], lost: bool) -> None:
+def test_a_worker_says_that_a_server_is_lost(fake: Callable[..., FakeCluster], lost: bool) -> None:
     """Nobody is told of it before it is known whether that is so; then it is final, or an error as any other."""
-    cluster = straw(servers=2)
+    cluster = fake(servers=2)
     (worker,) = cluster.workers
     said = PSUnavailableError("ps 1 can't be reached")
 
@@ -696,15 +694,15 @@ def test_a_worker_says_that_a_server_is_lost(straw: Callable[..., Straw], lost: 
     assert lost or cluster.dispatcher.done()
 
 
-def test_a_job_of_the_coordinator_that_fails_is_everybodys_error(straw: Callable[..., Straw]) -> None:
+def test_a_job_of_the_coordinator_that_fails_is_everybodys_error(fake: Callable[..., FakeCluster]) -> None:
     """What nobody foresaw is raised to those who wait, also where grpc calls it a cancellation."""
     for failure in (ValueError("a bug"), asyncio.CancelledError()):
-        cluster = straw()
+        cluster = fake()
 
         async def fails(failure: BaseException = failure) -> None:
             raise failure
 
-        async def scenario(cluster: Straw = cluster, fails: Any = fails) -> None:
+        async def scenario(cluster: FakeCluster = cluster, fails: Any = fails) -> None:
             await cluster.dispatcher._supervised(fails())
 
         on_loop(scenario)
@@ -729,9 +727,9 @@ class Interrupted:
         return interrupted
 
 
-def test_ctrl_c_in_schedule_loses_no_wake_up(straw: Callable[..., Straw]) -> None:
+def test_ctrl_c_in_schedule_loses_no_wake_up(fake: Callable[..., FakeCluster]) -> None:
     """Wherever it strikes, the next function that is scheduled runs."""
-    cluster = straw()
+    cluster = fake()
     (worker,) = cluster.workers
     dispatcher = cluster.dispatcher
 
@@ -758,9 +756,9 @@ def test_ctrl_c_in_schedule_loses_no_wake_up(straw: Callable[..., Straw]) -> Non
     on_loop(scenario)
 
 
-def test_ctrl_c_while_a_function_is_handed_over(straw: Callable[..., Straw]) -> None:
+def test_ctrl_c_while_a_function_is_handed_over(fake: Callable[..., FakeCluster]) -> None:
     """Before it is sent, or when it is sent and not noted yet: it is sent by somebody else, and counts once."""
-    cluster = straw()
+    cluster = fake()
     (worker,) = cluster.workers
     dispatcher = cluster.dispatcher
 
@@ -783,9 +781,9 @@ def test_ctrl_c_while_a_function_is_handed_over(straw: Callable[..., Straw]) -> 
     on_loop(scenario)
 
 
-def test_what_is_scheduled_behind_an_error_is_not_asked_back(straw: Callable[..., Straw]) -> None:
+def test_what_is_scheduled_behind_an_error_is_not_asked_back(fake: Callable[..., FakeCluster]) -> None:
     """The user has seen the error, and goes on, before the loop has heard of it."""
-    cluster = straw()
+    cluster = fake()
     (worker,) = cluster.workers
 
     async def scenario() -> None:
@@ -813,9 +811,9 @@ def test_a_function_whose_schedule_was_interrupted_never_runs() -> None:
     assert scheduler.idle
 
 
-def test_schedule_and_join_do_not_enter_the_condition(straw: Callable[..., Straw]) -> None:
+def test_schedule_and_join_do_not_enter_the_condition(fake: Callable[..., FakeCluster]) -> None:
     """A condition's own `with` is Python code, in which Ctrl-C can leave the lock behind."""
-    cluster = straw()
+    cluster = fake()
 
     class NotEntered(Condition):
         """One that may be waited for, not entered."""
@@ -870,9 +868,9 @@ def test_a_result_of_another_coordinator_is_refused(coordinator: ClusterCoordina
         coordinator.schedule(nothing, args=(RemoteValue("elsewhere", no_handle),))
 
 
-def test_a_worker_that_builds_a_dataset_keeps_nobody_waiting(straw: Callable[..., Straw]) -> None:
+def test_a_worker_that_builds_a_dataset_keeps_nobody_waiting(fake: Callable[..., FakeCluster]) -> None:
     """It has nothing to run, but it can't take anything either: who can is woken."""
-    cluster = straw(2)
+    cluster = fake(2)
     quick, slow = cluster.workers
 
     async def scenario() -> None:
@@ -893,19 +891,19 @@ def test_a_worker_that_builds_a_dataset_keeps_nobody_waiting(straw: Callable[...
 
 
 def test_who_looked_in_vain_for_something_to_take_over_looks_again(
-    straw: Callable[..., Straw], monkeypatch: pytest.MonkeyPatch
+    fake: Callable[..., FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While another one's recall was under way, of which nothing is left for it."""
     monkeypatch.setattr(recalls, "STEAL_SECONDS", 0.001)
     answered = asyncio.Event()
-    recall = StrawConnection.recall
+    recall = FakeConnection.recall
 
-    async def slowly(self: StrawConnection, *arguments: Any, **more: Any) -> None:
+    async def slowly(self: FakeConnection, *arguments: Any, **more: Any) -> None:
         await recall(self, *arguments, **more)
         await answered.wait()
 
-    monkeypatch.setattr(StrawConnection, "recall", slowly)
-    cluster, looked = straw(3), list[int]()
+    monkeypatch.setattr(FakeConnection, "recall", slowly)
+    cluster, looked = fake(3), list[int]()
     look = cluster.dispatcher._recalls.consider_stealing
     monkeypatch.setattr(
         cluster.dispatcher._recalls,

@@ -45,7 +45,7 @@ class Clock:
         return self.now
 
 
-class StrawServer:
+class FakeServer:
     """A server whose process is there or not, as the test says."""
 
     def __init__(self) -> None:
@@ -78,14 +78,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def retry(client: PsClient, server: StrawServer, attempt: Callable[[], Any]) -> Any:
+def retry(client: PsClient, server: FakeServer, attempt: Callable[[], Any]) -> Any:
     """What the client does with an attempt."""
     return client._exchanges.retrying(cast(Server, server), attempt)
 
 
 def test_a_long_transfer_that_breaks_off_is_repeated(client: PsClient, clock: Clock) -> None:
     """The patience with a server begins when it fails, not when the transfer began that went well for so long."""
-    server, attempts = StrawServer(), list[float]()
+    server, attempts = FakeServer(), list[float]()
 
     def attempt() -> str:
         attempts.append(clock.now)
@@ -108,13 +108,13 @@ def test_patience_with_a_failing_server_ends(client: PsClient, clock: Clock) -> 
         raise UnavailableError("broken off")
 
     with pytest.raises(PSUnavailableError, match=r"tried for 10 s: .*broken off"):
-        retry(client, StrawServer(), attempt)
+        retry(client, FakeServer(), attempt)
     assert len(attempts) == 3
 
 
 def test_a_hung_server_costs_one_attempt(client: PsClient, clock: Clock) -> None:
     """An attempt may take a minute to find nobody: after the first one the server is asked whether it is there."""
-    server, attempts = StrawServer(), []
+    server, attempts = FakeServer(), []
 
     def nobody() -> None:
         clock.now += 0.4 * RETRY_SECONDS
