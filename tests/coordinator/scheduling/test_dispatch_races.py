@@ -767,10 +767,10 @@ def test_ctrl_c_while_a_function_is_handed_over(fake: Callable[..., FakeCluster]
         for number, name in enumerate(("offer", "place", "give"), 1):
             await until(lambda: dispatcher._scheduler.workers[0].idle)
             scheduler, values = dispatcher._scheduler, list[RemoteValue]()
-            dispatcher._scheduler = Interrupted(scheduler, name)  # type: ignore[assignment]
+            dispatcher._hand_over._scheduler = Interrupted(scheduler, name)  # type: ignore[assignment]
             with pytest.raises(KeyboardInterrupt):
                 values.append(cluster.schedule())
-            dispatcher._scheduler = scheduler
+            dispatcher._hand_over._scheduler = scheduler
             await until(lambda number: number in cluster.state(0), number)
             places = [position for position, _ in worker.last.sent]
             assert places == sorted(set(places)), "no place is given twice"

@@ -12,7 +12,7 @@ from pscluster.coordinator.scheduling.call import (
     Call,
     with_dependents,
 )
-from pscluster.coordinator.scheduling.outcomes import (
+from pscluster.coordinator.scheduling.function_errors import (
     cancelled_error,
 )
 from pscluster.coordinator.scheduling.overtime import Overtime

@@ -9,7 +9,7 @@ import grpc
 from pscluster.coordinator.scheduling.call import (
     ResourceRecipe,
 )
-from pscluster.coordinator.scheduling.outcomes import (
+from pscluster.coordinator.scheduling.function_errors import (
     not_begun,
     unpreparable,
 )

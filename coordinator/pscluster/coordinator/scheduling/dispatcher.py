@@ -7,6 +7,13 @@ for something to do (its worker is idle), the other threads send for it what nee
 a message is started there, not waited for. So a function that is scheduled alone goes to its worker without a word
 to the loop.
 
+    state              what the parts share: scheduler, lock, workers, loop
+    hand_over          from the queue to idle workers          worker_link        a worker's life, and its writer
+    definitions_cache  what each worker has                    outcomes           what workers tell of functions
+    settlement         values and errors for who waits         recalls            taking back, and stealing
+    overtime           what runs too long, or on               server_watch       servers: lost, and what they forget
+    waits, barriers    join, done; blocks where nothing runs   queue_stats        how all is, in figures and words
+
 Order that others rely on: a result's large arrays are fetched before the task counts as finished; a lost
 worker's incarnation is closed on every server before its tasks go back to the queue; the ids of ended
 functions reach the servers in the background, since they only free memory there.
@@ -28,51 +35,37 @@ from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.scheduling.barriers import Barriers
 from pscluster.coordinator.scheduling.call import (
     Call,
-    step_of,
 )
 from pscluster.coordinator.scheduling.connections import (
     end_job,
 )
-from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache, has_definition
+from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache
+from pscluster.coordinator.scheduling.hand_over import HandOver
 from pscluster.coordinator.scheduling.loop import end_tasks
-from pscluster.coordinator.scheduling.outcomes import (
-    raised,
-    says_data_unread,
-    says_server_lost,
-    too_long,
-)
+from pscluster.coordinator.scheduling.outcomes import Outcomes
 from pscluster.coordinator.scheduling.overtime import Overtime
 from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
 from pscluster.coordinator.scheduling.queue_stats import QueueStatus
-from pscluster.coordinator.scheduling.recalls import Recall, Recalls
+from pscluster.coordinator.scheduling.recalls import Recalls
 from pscluster.coordinator.scheduling.remote_value import RemoteValueStatus
-from pscluster.coordinator.scheduling.scheduler import Ending, Task
+from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.scheduling.server_watch import ServerWatch
 from pscluster.coordinator.scheduling.settlement import Settlement
-from pscluster.coordinator.scheduling.state import DispatchState, WorkerHandle
+from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.coordinator.scheduling.waits import Waits
-from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.coordinator.scheduling.worker_link import WorkerLinks
 from pscluster.core.errors import (
     CancelledError,
-    FunctionError,
     MisuseError,
     PsClusterError,
     WaitTimeoutError,
 )
 from pscluster.core.fault_points import reach
-from pscluster.core.metrics.trace import EACH, SHORT_SECONDS
 from pscluster.core.transport.channels import PeerAddress
-from pscluster.core.values import Buffer
-from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
-
-MAX_DIRECT = 16
-"""More functions than that, or those that need preparation, are sent by the loop: messages are made under the lock."""
-
-Outcome = worker_pb2.Outcome
 
 T = TypeVar("T")
 
@@ -107,7 +100,7 @@ class Dispatcher:
             partly_applied=partly_applied,
         )
         self._lock, self._changed, self._scheduler = state.lock, state.changed, state.scheduler
-        self._workers, self._counted = state.workers, state.counts
+        self._workers = state.workers
         self._no_workers: PsClusterError | None = None  # why none will come by itself
         self._status = status = QueueStatus(state)
         self._recalls = recalls = Recalls(state)
@@ -115,9 +108,10 @@ class Dispatcher:
         self._overtime = overtime = Overtime(state, recalls, settlement)
         self._server_watch = server_watch = ServerWatch(state, recalls, settlement)
         self._definitions = definitions = DefinitionsCache(state, settlement, server_watch)
-        self._resources = definitions.resources
+        self._hand_over = hand_over = HandOver(state, definitions)
+        outcomes = Outcomes(state, recalls, settlement, server_watch, hand_over)
         self._waits = waits = Waits(state, status)
-        self._worker_links = WorkerLinks(state, recalls, settlement, server_watch, definitions, self._take)
+        self._worker_links = WorkerLinks(state, recalls, settlement, server_watch, definitions, outcomes.take)
         barriers = Barriers(state, recalls, settlement, overtime, status, waits)
         # What the parts do for the dispatcher's users.
         self.join, self.done, self.wait_for = waits.join, waits.done, waits.wait_for
@@ -133,6 +127,7 @@ class Dispatcher:
         self.stats, self.figures, self.counts = status.stats, status.figures, status.counts
         self.describe, self.explain, self.pending = status.describe, status.explain, status.pending
         self.missing, self.stranded = status.missing, status.stranded
+        self.tell_of_forgotten = status.tell_of_forgotten
 
     @property
     def term(self) -> int:
@@ -217,7 +212,7 @@ class Dispatcher:
                     value.dependents = []
                 value.dependents.append(task)
             self._scheduler.add(task)
-            if free is not None and not self._hand_over(free):
+            if free is not None and not self._hand_over.to(free):
                 self._state.ask_to_wake()
         return task
 
@@ -228,45 +223,6 @@ class Dispatcher:
             busy = not self._scheduler.idle
         if error is not None and busy:
             self._state.on_loop(functools.partial(self._settlement.abort, error, final=False))
-
-    def _hand_over(self, index: int) -> bool:
-        """Under the lock: send a worker what it may have, if its writer waits and there is nothing to prepare.
-
-        False if the writer is to look. Not where a worker that has something gets nothing now: the writer would find
-        the same, and there will be a next outcome.
-
-        Ctrl-C before the worker is said to have it: it is given again, and what it does counts once.
-        """
-        handle, connection, worker = (
-            self._workers[index],
-            self._workers[index].connection,
-            self._scheduler.workers[index],
-        )
-        if not worker.idle or worker.leaving or not set(self._resources) <= handle.built:
-            return False
-        tasks = self._scheduler.offer(index)
-        if not tasks and worker.sent:
-            return True
-        if (
-            connection is None
-            or not 0 < len(tasks) <= MAX_DIRECT
-            or not all(self._is_ready(handle, task) for task in tasks)
-        ):
-            return False
-        full = self._scheduler.full
-        position, now = self._scheduler.place(index, len(tasks)), time.monotonic()
-        connection.send(position, [step_of(task, task.attempts + 1, self._state.term) for task in tasks])
-        self._scheduler.give(index, tasks, position, now)
-        self._counted.sent(tasks, now)
-        handle.heard, handle.sent = now, position + len(tasks) - 1
-        if full:
-            self._changed.notify_all()
-        return True
-
-    def _is_ready(self, handle: WorkerHandle, task: Task[Call]) -> bool:
-        """Under the lock: can the worker be given the task as it is?"""
-        call = task.payload
-        return not (call.attachments or call.remote or call.classes) and has_definition(handle, call.function)
 
     async def start(self) -> None:
         """Begin to dial workers and to watch the servers."""
@@ -315,116 +271,3 @@ class Dispatcher:
                 self._settlement.settle_cancelled(self._scheduler.requeue(index)[1])
             self._scheduler.shut_out()
             self._changed.notify_all()
-
-    def tell_of_forgotten(self) -> None:
-        """The job is to end: say which functions nobody has waited for, and which error nobody was told of."""
-        with self._lock:
-            scheduler, error = self._scheduler, self._scheduler.error
-            waiting, running, cancelled = scheduler.waiting, scheduler.in_flight, self._state.cancelled_by_error
-            told = error is None or self._state.final_told or (isinstance(error, FunctionError) and error._fetched)
-            after = (
-                f", {cancelled} were cancelled by the error of another one" if error is not None and cancelled else ""
-            )
-        if waiting or running or after:
-            logger.warning(
-                "the job ended before all of its functions had: %d were waiting, %d were running%s; coordinator.join() "
-                "waits for them and raises their errors",
-                waiting,
-                running,
-                after,
-            )
-        if not told:
-            logger.error(
-                "the job ended with an error that nobody was told of (coordinator.join() raises it): %s", error
-            )
-
-    def _take(self, index: int, connection: WorkerConnection, outcomes: Sequence[Outcome]) -> None:
-        reach("coordinator.outcome.before")
-        complete: list[tuple[Outcome, Sequence[Buffer]]] = []
-        for outcome in outcomes:
-            buffers: Sequence[Buffer] = ()
-            if outcome.kind == Outcome.DONE and outcome.HasField("attachments"):
-                # Before the function counts as done: should the worker die here, another one runs it again.
-                buffers = connection.download(outcome.attachments)
-            complete.append((outcome, buffers))
-        self._workers[index].heard = time.monotonic()
-        self._take_outcomes(index, complete)
-        reach("coordinator.outcome.after")
-
-    def _take_outcomes(self, index: int, outcomes: Sequence[tuple[Outcome, Sequence[Buffer]]]) -> None:
-        scheduler, counts, begin = self._scheduler, self._counted, time.monotonic()
-        returned: list[int] = []
-        again: list[int] = []
-        if not self._lock.acquire(blocking=False):
-            self._lock.acquire()
-            took = time.monotonic() - begin
-            counts.lock_waits += 1
-            counts.lock_seconds += took
-        try:
-            before, asked = scheduler.error, scheduler.workers[index].asked
-            unblocked = False
-            for outcome, buffers in outcomes:
-                number, kind = outcome.function, outcome.kind
-                if kind == Outcome.DONE and number != asked:
-                    seconds = outcome.seconds
-                    task = scheduler.finish(index, number, seconds)
-                    if task is not None:
-                        # As the worker does.
-                        if seconds >= SHORT_SECONDS or not number & (EACH - 1) or task.attempts > 1:
-                            counts.remember(task, task.payload.function.name, index, begin, "done")
-                        self._settlement.visited(task.payload, outcome)
-                        unblocked |= self._settlement.set_value(task, outcome, buffers)
-                elif kind == Outcome.RETURNED:
-                    returned.append(number)
-                elif (sent := scheduler.workers[index].sent.get(number)) is None:
-                    scheduler.cancelled(index, number)  # it is no longer this worker's; an attempt of it has ended
-                elif self._ended_badly(index, sent, outcome, begin):
-                    again.append(number)
-            if returned:
-                self._settlement.settle_cancelled(scheduler.give_back(index, returned))
-            if again:
-                self._settlement.settle_cancelled(scheduler.run_again(index, again))
-            failed = scheduler.error is not None and before is None
-            if failed or (
-                not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or scheduler.barriers)
-            ):
-                self._changed.notify_all()
-            recalls = self._recalls.of_all() if failed else []
-            for_all = bool(unblocked or returned or again)
-            # Where nothing is left to do nobody waits for what may be possible now.
-            done = self._hand_over(index) or scheduler.idle
-            self._workers[index].outcomes += len(outcomes)
-        finally:
-            self._lock.release()
-        if recalls or for_all or not done:
-            self._state.on_loop(self._go_on, index, recalls, for_all)
-
-    def _ended_badly(self, index: int, task: Task[Call], outcome: Outcome, begin: float) -> bool:
-        """Under the lock: it has failed, was too late, or stopped because it was asked to. Is it to be run again?"""
-        call, failed = task.payload, outcome.kind == Outcome.FAILED
-        call.applied |= outcome.updated or outcome.kind == Outcome.DONE
-        if says_server_lost(outcome.failure):
-            self._server_watch.doubt()
-        ending = self._scheduler.ended_badly(
-            index,
-            task,
-            stopped=outcome.kind == Outcome.CANCELLED,
-            data_unread=says_data_unread(outcome.failure),
-        )
-        how = {Ending.CANCELLED: "cancelled", Ending.AGAIN: "failed, run again", Ending.FAILED: "failed"}[ending]
-        self._counted.remember(task, call.function.name, index, begin, how)
-        if ending is Ending.CANCELLED:
-            self._settlement.settle_cancelled([task])
-        elif ending is Ending.AGAIN:
-            self._settlement.say_retry(index, task, "failed" if failed else "ran too long", outcome.failure)
-        else:
-            error = raised(index, task, outcome.failure) if failed else too_long(index, task)
-            self._settlement.fail_with(index, task, error)
-        return ending is Ending.AGAIN
-
-    def _go_on(self, index: int, recalls: Sequence[Recall], for_all: bool) -> None:
-        """What follows from outcomes of a worker."""
-        self._recalls.ask(recalls)
-        self._workers[index].wake.set()
-        if for_all:
-            self._state.wake_idle()

@@ -10,7 +10,7 @@ from collections.abc import Sequence, Set
 from pscluster.coordinator.scheduling.call import (
     Call,
 )
-from pscluster.coordinator.scheduling.outcomes import (
+from pscluster.coordinator.scheduling.function_errors import (
     too_long,
 )
 from pscluster.coordinator.scheduling.recalls import Recall, Recalls

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pscluster.coordinator.scheduling.server_link import out_of_reach
 from pscluster.coordinator.scheduling.state import DispatchState
+from pscluster.core.errors import FunctionError
 from pscluster.core.metrics.registry import Snapshot
 from pscluster.core.transport.channels import PeerAddress
 
@@ -171,6 +172,28 @@ class QueueStatus:
             for peer, seconds in out_of_reach(self._state.servers).items()
         ]
         return "\n".join(lines)
+
+    def tell_of_forgotten(self) -> None:
+        """The job is to end: say which functions nobody has waited for, and which error nobody was told of."""
+        with self._state.lock:
+            scheduler, error = self._scheduler, self._scheduler.error
+            waiting, running, cancelled = scheduler.waiting, scheduler.in_flight, self._state.cancelled_by_error
+            told = error is None or self._state.final_told or (isinstance(error, FunctionError) and error._fetched)
+            after = (
+                f", {cancelled} were cancelled by the error of another one" if error is not None and cancelled else ""
+            )
+        if waiting or running or after:
+            logger.warning(
+                "the job ended before all of its functions had: %d were waiting, %d were running%s; coordinator.join() "
+                "waits for them and raises their errors",
+                waiting,
+                running,
+                after,
+            )
+        if not told:
+            logger.error(
+                "the job ended with an error that nobody was told of (coordinator.join() raises it): %s", error
+            )
 
     def describe(self) -> str:
         """A line for people: what waits, what runs, which workers are missing."""

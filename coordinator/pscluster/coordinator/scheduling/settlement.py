@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pscluster.coordinator.scheduling.call import (
     Call,
 )
-from pscluster.coordinator.scheduling.outcomes import (
+from pscluster.coordinator.scheduling.function_errors import (
     cancelled_error,
     says_data_unread,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from pscluster.coordinator.scheduling.outcomes import (
+from pscluster.coordinator.scheduling.function_errors import (
     cancelled_error,
 )
 from pscluster.coordinator.scheduling.queue_stats import QueueStatus

@@ -31,14 +31,14 @@ from pscluster.coordinator.scheduling.connections import (
     why_lost,
 )
 from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache
-from pscluster.coordinator.scheduling.loop import end_tasks
-from pscluster.coordinator.scheduling.outcomes import (
+from pscluster.coordinator.scheduling.function_errors import (
     deadly,
     not_begun,
     told_of_part,
     too_long,
     unpreparable,
 )
+from pscluster.coordinator.scheduling.loop import end_tasks
 from pscluster.coordinator.scheduling.recalls import Recalls
 from pscluster.coordinator.scheduling.remote_value import RemoteValueStatus
 from pscluster.coordinator.scheduling.scheduler import State, Task
