@@ -613,7 +613,7 @@ import dataclasses, functools, math
 from pathlib import Path
 import numpy as np
 
-RATE, TABLE = 0.5, np.arange(9)
+RATE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -621,18 +621,12 @@ class Batch:
     of: object = None
 
 class Model:
-    def __init__(self):
-        self.w, self.steps = np.ones(3), [1, (2, "a")]
-    def step(self, x):
-        return x @ self.w * RATE
     @classmethod
     def named(cls, x):
         return cls.__name__, x
 
-def outer(*held):
-    def inner(x):
-        return held, TABLE[x], math.floor(RATE), Batch(x)
-    return inner
+def step(*held):
+    return held, math.floor(RATE)
 """
 
 
@@ -650,14 +644,13 @@ class _Functions:
         module = importlib.import_module(name)
         self._trust = Trust(False, "pickles are off here", (folder.resolve(),), is_worker=True)
         np.save(folder / "mapped.npy", np.arange(12.0).reshape(3, 4))
-        model = module.Model()
+        mapped = MappedArray.of(np.load(folder / "mapped.npy", mmap_mode="r"))
         found = (
-            module.outer,
+            module.step,
             module.Model.named,
-            model.step,
-            module.outer(model, np.arange(3000), module.Batch(1)),
-            functools.partial(module.outer(2), Path("/a"), k=np.dtype("f4")),
-            functools.partial(module.outer, MappedArray.of(np.load(folder / "mapped.npy", mmap_mode="r"))),
+            functools.partial(module.step, np.arange(30_000), module.Batch(1, [module.step]), k="a"),
+            functools.partial(module.step, functools.partial(module.Model.named, module.Batch)),
+            functools.partial(module.step, mapped),
         )
         self._forms: list[tuple[bytes, memoryview]] = []
         for each in found:

@@ -656,13 +656,13 @@ def test_handles_under_other_names(module: Any) -> None:
     def step() -> Any:
         return thing, [thing]
 
-    captured = capture(step, rename)
+    captured = capture(step).renamed(rename)
     assert called(captured)[0] == "the worker's thing another w"
     assert seen[0] is thing
     assert captured.handles[0] is thing
     assert captured.digest != capture(step).digest
     module.SET = Thing("v")
-    captured = capture(module.uses, rename)
+    captured = capture(module.uses).renamed(rename)
     forms = len(list(captured.forms()))
     assert {called(captured, 1, form=form)[1] for form in range(forms)} == {"the worker's thing another v"}
     assert called(capture(step))[0] == "the worker's thing w"
@@ -767,7 +767,7 @@ def test_only_what_can_be_called_is_captured() -> None:
     ("definition", "reason"),
     [
         ({"module": "no_such_module", "qualname": "f"}, "f can't be loaded on this worker .ModuleNotFoundError: No"),
-        ({"module": "math", "qualname": "nothing"}, "math has no nothing here"),
+        ({"module": "math", "qualname": "nothing"}, "math defines no nothing here"),
         ({"module": "math", "qualname": "pi"}, "math.pi can't be called here"),
         ({"module": "textwrap", "qualname": "dedent", "source_digest": "0" * 64}, "textwrap is another version here"),
         ({"module": "__main__", "qualname": "f", "source_path": "/no/x.py", "source_digest": "0"}, "x.py is not here"),

@@ -15,7 +15,7 @@ import types
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pscluster.coordinator.checkpoints.manager import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
@@ -517,7 +517,7 @@ class ClusterCoordinator(StaysHere):
         if shards == "auto":
             shards = 5 * len(self.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
         if concurrent:
-            return results_of(named, self._states_of_copies(step, captured.function, named, dataset, shards, timeout))
+            return results_of(named, self._states_of_copies(captured.function, named, dataset, shards, timeout))
         evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
         deadline = None if timeout is None else time.monotonic() + timeout
         found: list[RemoteValue] = []
@@ -610,7 +610,6 @@ class ClusterCoordinator(StaysHere):
 
     def _states_of_copies(
         self,
-        step: Callable[[Any], Any],
         captured: CapturedFunction,
         metrics: Mapping[str, MetricLike],
         dataset: DistributedDataset,
@@ -632,12 +631,9 @@ class ClusterCoordinator(StaysHere):
             with contextlib.suppress(IndexError):  # another evaluation has taken it
                 self._drop(self._remains.popleft())
         pins = Pins(self.strategy)
-        inner, shipped = captured, cast("Callable[..., Any] | FunctionHandle", step)
-        if self.strategy.trusted.pickles:  # without them its globals can be no others than they were
-            inner = captured.renamed(pins.rename)
-            shipped = FunctionHandle(inner)
-        evaluate_shard = partial_of(captured.name, states_of, shipped, metrics)
-        function = capture(evaluate_shard, pins.rename, trusted=self.strategy.trusted)
+        inner = captured.renamed(pins.rename)
+        evaluate_shard = partial_of(captured.name, states_of, FunctionHandle(inner), metrics)
+        function = self._captured_anew(evaluate_shard).renamed(pins.rename)
         tasks: list[Task[Call]] = []
         found: list[RemoteValue] = []
         try:
@@ -694,9 +690,9 @@ class ClusterCoordinator(StaysHere):
 
     def _send_pipeline(self, pipeline: Pipeline) -> Number:
         value = next(self._resources)
-        sent = dataclasses.replace(pipeline, _orders=[])  # they are made anew
         # By its number it is no other one's.
-        function = self._captured_anew(partial_of(f"dataset {pipeline.name!r}", numbered, sent, value), holds_data=True)
+        sent = partial_of(f"dataset {pipeline.name!r}", numbered, pipeline, value)
+        function = self._captured_anew(sent, holds_data=True)
         number = Number(value, function.handles)
         message = worker_pb2.Resource(id=number.value, definition=function.digest, distributed=True)
         self._add_resource(message, function, number)
