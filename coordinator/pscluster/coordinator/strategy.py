@@ -37,9 +37,9 @@ from pscluster.coordinator.observability.events import Observed
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling import loop
-from pscluster.coordinator.scheduling.connections import PsLink, out_of_reach
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
+from pscluster.coordinator.scheduling.server_link import ServerAttachment, out_of_reach
 from pscluster.coordinator.variables.evaluation_snapshot import prefix_of
 from pscluster.coordinator.variables.partitioners import partition_for
 from pscluster.coordinator.variables.placement import Placer
@@ -77,8 +77,7 @@ from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocated_with, colocation, creating_with
 from pscluster.ps.handles.variable import Array, Shard, Variable, VariableList, whole_index
 from pscluster.ps.initializers import Initializer
-from pscluster.ps.server.store import partition_of
-from pscluster.ps.spec import OURS
+from pscluster.ps.spec import OURS, partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 from pscluster.worker.strategy import Strategy
 
@@ -188,7 +187,7 @@ class ParameterServerStrategy(Strategy):
         """Figures of this coordinator, for whoever looks on."""
         self._metrics: MetricsServer | None = None
         self._server: RoleServer | None = None
-        self._servers: list[PsLink] = []
+        self._servers: list[ServerAttachment] = []
         self._pages: list[Dashboard] = []
         self.managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
         """That are open: at the end of the job, what they are writing is waited for."""
@@ -302,7 +301,7 @@ class ParameterServerStrategy(Strategy):
 
     async def _attach(self, peers: Sequence[PeerAddress], must_hold: Sequence[int]) -> None:
         servers = [
-            PsLink(peer, self._attach_request, self._declare_again, holding, self.observed)
+            ServerAttachment(peer, self._attach_request, self._declare_again, holding, self.observed)
             for peer, holding in zip(peers, must_hold, strict=True)
         ]
         try:
@@ -333,7 +332,7 @@ class ParameterServerStrategy(Strategy):
         if self._dispatcher is not None:
             self._dispatcher.server_is_lost(error)
 
-    def _is_back(self, server: PsLink) -> None:
+    def _is_back(self, server: ServerAttachment) -> None:
         """On the loop's thread: a server that was restored."""
 
         async def tell_seen() -> None:

@@ -25,7 +25,8 @@ from pscluster.core.role.node import NodeService
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.server import service
 from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper, Restored
+from pscluster.ps.storage.manager import Keeper, Restored
+from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2
 
 SERVERS = 2

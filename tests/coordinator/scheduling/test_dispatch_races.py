@@ -22,9 +22,9 @@ from pscluster.coordinator import (
 from pscluster.coordinator import strategy as strategy_module
 from pscluster.coordinator.scheduling import connections, loop
 from pscluster.coordinator.scheduling import dispatcher as dispatch
-from pscluster.coordinator.scheduling.connections import PsLink
 from pscluster.coordinator.scheduling.dispatcher import Call, Dispatcher, ResourceRecipe
 from pscluster.coordinator.scheduling.scheduler import Scheduler, Task
+from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.scheduling.waiting import Condition
 from pscluster.core.errors import (
     BusyError,
@@ -142,7 +142,7 @@ class StrawConnection:
         asyncio.get_running_loop().call_soon(self._take, self, outcomes)
 
 
-class StrawServer(PsLink):
+class StrawServer(ServerAttachment):
     """A parameter server that only counts."""
 
     def __init__(self) -> None:

@@ -30,8 +30,8 @@ from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import COPY
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
 
 both = pytest.mark.parametrize("kind", [Durability.SNAPSHOT, Durability.LOG])

@@ -23,8 +23,8 @@ from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage import capture, generations, spill
 from pscluster.ps.storage import log as log_module
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper, Lineage
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper, Lineage
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]

@@ -36,8 +36,8 @@ from pscluster.ps.optim import RULES
 from pscluster.ps.server import service
 from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.storage import log as log_module
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2
 
 LENGTH = 60

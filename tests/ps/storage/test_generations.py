@@ -49,8 +49,8 @@ from pscluster.ps.optim.schedules import CosineDecay
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.generations import StateDirectory
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2, state_pb2
 
 Array = npt.NDArray[Any]

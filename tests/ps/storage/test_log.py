@@ -51,7 +51,7 @@ from pscluster.ps.storage import log as log_module
 from pscluster.ps.storage.generations import DamagedError
 from pscluster.ps.storage.log import records
 from pscluster.ps.storage.manager import Keeper, Lineage
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.options import Durability
 from pscluster.v1 import ps_pb2, state_pb2
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

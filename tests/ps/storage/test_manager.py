@@ -42,8 +42,8 @@ from pscluster.ps.server import service
 from pscluster.ps.server.service import ParameterServerRole
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.generations import StateDirectory
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2, state_pb2
 
 KEPT = [Durability.SNAPSHOT, Durability.LOG]

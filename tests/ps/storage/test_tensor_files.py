@@ -31,7 +31,8 @@ from pscluster.core.transport.frames import padding, view
 from pscluster.ps.handles.variable import Variable, whole_index
 from pscluster.ps.optim import RULES, compute_dtype, new_slots
 from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store, partition_of
+from pscluster.ps.server.store import Store
+from pscluster.ps.spec import partition_of
 from pscluster.ps.storage import capture, tensor_files
 from pscluster.ps.storage.checkpoint_parts import Parts
 from pscluster.ps.storage.spill import Spill

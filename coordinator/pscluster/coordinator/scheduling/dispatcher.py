@@ -39,19 +39,17 @@ from pscluster.coordinator.observability.events import Observed
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.scheduling.connections import (
     LOST_CONNECTION,
-    TELL_SECONDS,
     Distrust,
-    PsLink,
-    WorkerConnection,
     end_job,
-    out_of_reach,
     seconds_to_redial,
     why_lost,
 )
 from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.scheduler import Late, Scheduler, State, Task
+from pscluster.coordinator.scheduling.server_link import ServerAttachment, out_of_reach
 from pscluster.coordinator.scheduling.waiting import Condition, result_of
+from pscluster.coordinator.scheduling.worker_connection import TELL_SECONDS, WorkerConnection
 from pscluster.core.awake import AwakeTime
 from pscluster.core.errors import (
     CancelledError,
@@ -68,13 +66,13 @@ from pscluster.core.errors import (
 )
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.definitions import CapturedFunction, split_off_bulk
+from pscluster.core.intervals import IntervalSet
 from pscluster.core.metrics.registry import Snapshot
 from pscluster.core.metrics.trace import EACH, SHORT_SECONDS
 from pscluster.core.transport.channels import MAX_INLINE_BYTES, PeerAddress
 from pscluster.core.transport.tcp.client import DataPort
 from pscluster.core.values import MAX_DEPTH, Buffer, ClassDefiner, children, nesting, splice
 from pscluster.core.values.handles import Handle
-from pscluster.ps.server.dedup import IntervalSet
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
 from pscluster.worker.failures import PARTLY_APPLIED, failure_of, rebuild_failure
 
@@ -252,7 +250,7 @@ class Dispatcher:
         self,
         loop: asyncio.AbstractEventLoop,
         workers: Sequence[PeerAddress],
-        servers: Sequence[PsLink],
+        servers: Sequence[ServerAttachment],
         attach: node_pb2.AttachRequest,
         *,
         max_queued: int,
@@ -1620,7 +1618,7 @@ class Dispatcher:
 
     # Servers
 
-    async def _watch_server(self, server: PsLink) -> None:
+    async def _watch_server(self, server: ServerAttachment) -> None:
         error = await server.watch()
         if self._closed:
             return
@@ -1692,7 +1690,7 @@ class Dispatcher:
                 for each in untold:
                     each.add(start, stop)
 
-    async def _tell_finished(self, server: PsLink, untold: IntervalSet, forgotten: set[int]) -> None:
+    async def _tell_finished(self, server: ServerAttachment, untold: IntervalSet, forgotten: set[int]) -> None:
         """Each server for itself: one that is gone keeps nobody else waiting."""
         while True:
             await asyncio.sleep(FINISH_SECONDS)

@@ -24,8 +24,7 @@ from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import Array, IndexedSlices, JoinedVariable, SlotVariable, Variable, gradient_of
 from pscluster.ps.optim.schedules import LearningRateSchedule
 from pscluster.ps.optim.schedules import from_spec as schedule_from_spec
-from pscluster.ps.server.shard import AVERAGE
-from pscluster.ps.server.store import OWN_RULE
+from pscluster.ps.spec import AVERAGE, OWN_RULE
 from pscluster.v1 import ps_pb2
 
 Gradient = npt.ArrayLike | IndexedSlices | None

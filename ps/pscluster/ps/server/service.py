@@ -54,7 +54,8 @@ from pscluster.ps.server.shard import Array, Snapshot
 from pscluster.ps.server.store import Placed, Store
 from pscluster.ps.spec import COPY, MESSAGE_BYTES, OURS, SESSION_BYTES
 from pscluster.ps.storage.checkpoint_parts import Parts
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper, Lineage
+from pscluster.ps.storage.manager import Keeper, Lineage
+from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.ps.storage.roots import Roots
 from pscluster.v1 import node_pb2, ps_pb2
 

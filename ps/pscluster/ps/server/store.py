@@ -39,25 +39,22 @@ from pscluster.core.errors import (
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.definitions import resolve
 from pscluster.core.geometry import AxisSlice, Partition
-from pscluster.core.limits import MAX_RANK, MAX_ROWS_BYTES, check_name
+from pscluster.core.limits import MAX_ROWS_BYTES, check_name
 from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, padding, view
 from pscluster.ps.optim import RULES, UpdateRule, apply_dense, apply_rows, compute_dtype, deduplicate, new_slots
 from pscluster.ps.optim.schedules import from_spec as schedule_from_spec
-from pscluster.ps.read_plans import MAX_PLANS, MAX_REQUEST_BYTES, PreparedRead, remember
 from pscluster.ps.request_metrics import StoreCounts, VariableCounts
 from pscluster.ps.server.creation import born, filler, no_handles
 from pscluster.ps.server.dedup import Ledger, Origin
 from pscluster.ps.server.losses import UNKNOWN, UNKNOWN_NAME, Losses
 from pscluster.ps.server.payload import Ids, Payload
-from pscluster.ps.server.shard import AVERAGE, Array, Shard, Snapshot
-from pscluster.ps.spec import COPY, SESSION_BYTES
+from pscluster.ps.server.prepared_reads import MAX_REQUEST_BYTES, PreparedRead, PreparedReads
+from pscluster.ps.server.shard import Array, Shard, Snapshot
+from pscluster.ps.spec import AVERAGE, COPY, OWN_RULE, SESSION_BYTES, check_kind, partition_of
 from pscluster.ps.storage.spill import Spill
 from pscluster.v1 import definition_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
-
-OWN_RULE = "custom"
-"""What a rule of the user's own is called in an OptimizerSpec."""
 
 _ARITHMETIC: dict[int, np.ufunc] = {
     ps_pb2.ADD: np.add,
@@ -132,20 +129,6 @@ _AT_ONCE = 256
 """So many intervals of functions are taken in under the lock, before others get it."""
 
 
-def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
-    """The geometry that a spec describes. ProtocolError if it describes none."""
-    check_name(spec.name, "a variable's name")
-    if len(spec.shape) > MAX_RANK:
-        raise ProtocolError(f"variable {spec.name!r} has {len(spec.shape):,} axes, the limit is {MAX_RANK}")
-    try:
-        partition = Partition(tuple(spec.shape), tuple(tuple(split.ends) for split in spec.splits))
-    except ValueError as error:
-        raise ProtocolError(f"variable {spec.name!r}: {error}") from None
-    if len(spec.owners) != partition.num_shards:
-        raise ProtocolError(f"variable {spec.name!r}: {len(spec.owners)} owners for {partition.num_shards} shards")
-    return partition
-
-
 class Store:
     """The state of one job on one server. See the module's docstring for what may happen at the same time."""
 
@@ -159,7 +142,7 @@ class Store:
         self._ledger = Ledger()
         self._variables: dict[int, HeldVariable] = {}
         self._optimizers: dict[int, HeldOptimizer] = {}
-        self._prepared: dict[bytes, PreparedRead] = {}
+        self._prepared = PreparedReads()
         self._awaited: dict[int, ps_pb2.OptimizerSpec] = {}  # restored, and their rule has to be sent again
         self.losses = Losses()
         self._births: dict[int, threading.Lock] = {}  # by variable, held while its shards are made
@@ -182,7 +165,7 @@ class Store:
         with self._lock:
             self.job = job
             self._ledger.forget_functions()
-            self._drop_prepared()
+            self._prepared.clear()
             self._gone.clear()  # late copies are of another job now, and numbers may come again
             shards = [shard for held in self._variables.values() for shard in held.shards.values()]
         _pass_through(shards)
@@ -352,7 +335,7 @@ class Store:
             for number, held in list(self._variables.items()):
                 if meant(number, held.spec.name):
                     del self._variables[number]
-                    self._drop_prepared()
+                    self._prepared.clear()
                     if prefix:
                         self._births.pop(number, None)
             self._unborn = {number: named for number, named in self._unborn.items() if not meant(number, named)}
@@ -402,8 +385,7 @@ class Store:
     def traffic(self) -> list[tuple[str, int, VariableCounts]]:
         """Of each variable its name, the bytes of its shards here, slots included, and what was read and updated."""
         with self._lock:
-            for prepared in self._prepared.values():
-                prepared.settle()
+            self._prepared.settle()
             held = list(self._variables.values())
         return [(each.spec.name, sum(shard.nbytes for shard in each.shards.values()), each.counts) for each in held]
 
@@ -576,13 +558,7 @@ class Store:
 
     def prepared(self, request: bytes) -> PreparedRead | None:
         """What answers this request, byte for byte one that was prepared."""
-        return self._prepared.get(request) if len(request) <= MAX_REQUEST_BYTES else None  # to hash it takes time, too
-
-    def _drop_prepared(self) -> None:
-        """Under the lock."""
-        for prepared in self._prepared.values():
-            prepared.settle()
-        self._prepared.clear()
+        return self._prepared.find(request)
 
     def prepare(self, data: bytes, request: ps_pb2.ReadRequest) -> None:
         """Keep what answers a request that was just answered, if it is for whole arrays of variables only."""
@@ -597,10 +573,8 @@ class Store:
                 return
             if len({id(shard) for _, shard in found}) < len(found):  # nobody of ours asks so: it would be kept, too
                 return
-            if len(self._prepared) >= MAX_PLANS:
-                next(iter(self._prepared.values())).settle()  # it goes
             sources = [(shard.lock, view(shard.array)) for _, shard in found]
-            remember(self._prepared, data, PreparedRead(sources, [held.counts for held, _ in found]))
+            self._prepared.add(data, PreparedRead(sources, [held.counts for held, _ in found]))
 
     def _check_ids(self, variable: int, table: Array, ids: Ids) -> None:
         rows = table.shape[0]
@@ -889,24 +863,6 @@ def _gather(source: _Source, ids: Ids) -> Buffer:
     with source.shard.lock:
         np.take(source.array, ids, 0, out, "clip")  # "clip" spares NumPy a buffer; the ids are checked
     return view(out.astype(source.dtype, copy=False))
-
-
-def check_kind(kind: ps_pb2.UpdateKind, dtype: np.dtype[Any], name: str) -> None:
-    """InvalidUpdateError if elements of this type can't be updated so."""
-    real_float = dtype.kind == "f" or dtype.name == "bfloat16"
-    if kind == ps_pb2.ASSIGN:
-        can = True
-    elif kind == ps_pb2.APPLY_GRADIENT:
-        can = real_float
-    elif kind == ps_pb2.DIV:
-        can = real_float or dtype.kind == "c"
-    elif kind in (ps_pb2.MIN, ps_pb2.MAX):
-        can = real_float or dtype.kind in "iu"
-    else:
-        can = real_float or dtype.kind in "ciu"
-    if not can:
-        what = ps_pb2.UpdateKind.Name(kind)
-        raise InvalidUpdateError(f"{what} of {name!r}, which is {dtype.name}: elements of this type can't")
 
 
 def _pass_through(shards: Sequence[Shard]) -> None:

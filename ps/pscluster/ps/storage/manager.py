@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -28,7 +27,8 @@ from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import HeldVariable, Placed, Store
 from pscluster.ps.storage.generations import DamagedError, DataFile, StateDirectory
 from pscluster.ps.storage.log import Dropped, Log, lost_in, records
-from pscluster.ps.storage.policy import Durability, SavePlan
+from pscluster.ps.storage.options import Durability, DurabilityOptions
+from pscluster.ps.storage.policy import SavePlan
 from pscluster.ps.storage.replay import (
     captured,
     losses_of,
@@ -43,44 +43,12 @@ from pscluster.v1 import ps_pb2, state_pb2
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_SECONDS = 5.0
-DURABILITY_VARIABLE = "PSCLUSTER_DURABILITY"
-STATE_VARIABLE = "PSCLUSTER_STATE_DIR"
-
 _LEAST_LOG = 64 << 20
 """A generation is due behind so much of a log: its segments are written over while the kernel still holds them, and
 little of that comes to the disk. Where the state is larger, to write it so often would cost more."""
 
 _MAX_FILES = 8
 """Shards that lie in more files than so many are written anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class DurabilityOptions:
-    """How a server keeps its state; see the command line's help for each."""
-
-    kind: Durability = Durability.NONE
-    directory: Path | None = None
-    every: float = SNAPSHOT_SECONDS
-    fsync: bool = False
-
-
-def durability_named(kind: str | None) -> Durability:
-    """The kind that is named, or else the environment's, or else snapshots. ConfigurationError if it is none."""
-    named = kind or os.environ.get(DURABILITY_VARIABLE) or Durability.SNAPSHOT.value
-    try:
-        return Durability(named)
-    except ValueError:
-        kinds = ", ".join(repr(each.value) for each in Durability)
-        raise ConfigurationError(f"durability is {named!r}; give one of {kinds}") from None
-
-
-def default_directory() -> Path:
-    """Where servers keep their state unless told otherwise: the environment's, or the user's own."""
-    if named := os.environ.get(STATE_VARIABLE):
-        return Path(named)
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "pscluster"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from pscluster.ps.server.dedup import Origin
 from pscluster.ps.server.losses import UNKNOWN
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.store import HeldOptimizer, HeldVariable, Placed, Store, partition_of
+from pscluster.ps.server.store import HeldOptimizer, HeldVariable, Placed, Store
+from pscluster.ps.spec import partition_of
 from pscluster.ps.storage.capture import Capture
 from pscluster.ps.storage.generations import Array, DamagedError
 from pscluster.ps.storage.log import Dropped

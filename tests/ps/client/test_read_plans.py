@@ -14,7 +14,7 @@ from tests.conftest import OpenCall, until
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.errors import StaleError
 from pscluster.core.transport.frames import pack, unpack
-from pscluster.ps.read_plans import MAX_PLANS
+from pscluster.ps.client.read_plans import MAX_PLANS
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
 from pscluster.ps.server.store import Store
