@@ -61,7 +61,7 @@ from pscluster.core.errors import (
 )
 from pscluster.core.fault_points import arm, reach
 from pscluster.core.functions.definitions import capture, split_off_bulk
-from pscluster.core.functions.policy import Trust, asked_for, trust_of
+from pscluster.core.functions.policy import SerializationPolicy, asked_for, policy_of
 from pscluster.core.geometry import Partition
 from pscluster.core.ids import fresh_id, make_identity
 from pscluster.core.metrics.exposition import MetricsServer
@@ -163,7 +163,7 @@ class ParameterServerStrategy(Strategy):
             jobs = [job for job in ("ps", "worker", "chief") if job in spec.jobs]
             addresses = [spec.task_address(job, i) for job in jobs for i in spec.task_indices(job)]
             token = with_user_token(options, addresses).token
-        self.trusted = _trust_of(
+        self.serialization = _policy_of(
             cluster_resolver, spec, token is not None or (tls is not None and tls.is_mutual), allow_pickle, options
         )
         timeout = options.connect_timeout if connect_timeout is None else connect_timeout
@@ -610,7 +610,7 @@ class ParameterServerStrategy(Strategy):
             ours: it keeps something of the library's own, and is named so.
         """
         with self.reserving("variable", request.name, ours=ours) as name:
-            initial = _initial(request, name, self.trusted)
+            initial = _initial(request, name, self.serialization)
             shape, dtype = initial.shape, initial.dtype
             if (spec := self._live.take_variable(name, shape, dtype)) is not None:
                 with self._lock:
@@ -787,7 +787,7 @@ class _Initial:
         return [np.ascontiguousarray(self.value[whole_index(block)]) for block in partition.blocks]
 
 
-def _initial(request: VariableRequest, name: str, trusted: Trust) -> _Initial:
+def _initial(request: VariableRequest, name: str, policy: SerializationPolicy) -> _Initial:
     initial = request.initial_value
     if initial is None:
         raise MisuseError(f"variable {name!r} needs an initial_value: an array, a number, an initializer or a function")
@@ -799,7 +799,7 @@ def _initial(request: VariableRequest, name: str, trusted: Trust) -> _Initial:
         if shape is not None:
             dtype = asked or np.dtype(np.float32)
             _check_dtype(dtype, name)
-            return _Initial(shape, dtype, None, tuple(_initializers(initial, trusted)))
+            return _Initial(shape, dtype, None, tuple(_initializers(initial, policy)))
         if isinstance(initial, Initializer) or not _can_be_called_without(initial):
             raise MisuseError(f"variable {name!r}: what makes its initial value needs the shape: give shape=(...)")
         initial = initial()
@@ -826,13 +826,13 @@ def _peer(
     return PeerAddress(job, index, spec.task_address(job, index), tls, token, why_gone)
 
 
-def _trust_of(
+def _policy_of(
     resolver: ClusterResolver | LocalCluster,
     spec: ClusterSpec,
     knows_peers: bool,
     asked: bool | None,
     options: RoleOptions,
-) -> Trust:
+) -> SerializationPolicy:
     """Whether what is sent may be pickled."""
     if asked is None and isinstance(resolver, LocalCluster):
         asked = resolver.allow_pickle
@@ -843,7 +843,7 @@ def _trust_of(
             exposed = f"the role at {addresses[0]} would take one from anybody, without a token"
         elif far := [address for address in addresses if not is_on_this_machine(address)]:
             exposed = f"the role at {far[0]} would take one from anybody, without a token"
-    return trust_of(asked_for(options.allow_pickle if asked is None else asked), exposed)
+    return policy_of(asked_for(options.allow_pickle if asked is None else asked), exposed)
 
 
 def _has_surrogates(text: str) -> bool:
@@ -874,12 +874,14 @@ def _can_be_called_without(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _initializers(initial: Callable[..., Any], trusted: Trust) -> Iterator[tuple[ps_pb2.Initializer, bytes]]:
+def _initializers(
+    initial: Callable[..., Any], policy: SerializationPolicy
+) -> Iterator[tuple[ps_pb2.Initializer, bytes]]:
     if isinstance(initial, Initializer):
         kind, numbers = initial.to_spec()
         yield ps_pb2.Initializer(name=kind, numbers=json.dumps(numbers)), b""
         return
-    for form in capture(initial, trusted=trusted).forms():
+    for form in capture(initial, policy=policy).forms():
         message = ps_pb2.Initializer(function=form)
         bulk = split_off_bulk(message.function)
         yield message, bulk

@@ -36,14 +36,14 @@ from pscluster.core.functions.definitions import (
     split_off_bulk,
 )
 from pscluster.core.functions.nameable import EVERYWHERE, ON_WORKERS
-from pscluster.core.functions.policy import Trust
+from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.values import encode_call
 from pscluster.core.values.handles import Handle
 from pscluster.ps import initializers, optim
 from pscluster.ps.optim import schedules
 from pscluster.v1 import definition_pb2
 
-OFF = Trust(pickles=False, why="pickles are off here")
+OFF = SerializationPolicy(pickles=False, why="pickles are off here")
 
 MODULE = """
 from __future__ import annotations
@@ -172,15 +172,15 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture
 def closed(tmp_path: Path) -> Iterator[Path]:
     """Pickles are off in this process, and peers may name what is in a folder."""
-    before = policy.trust()
-    policy.settle(Trust(False, "pickles are off here", (tmp_path.resolve(),)))
+    before = policy.chosen_policy()
+    policy.choose(SerializationPolicy(False, "pickles are off here", (tmp_path.resolve(),)))
     yield tmp_path
-    policy.settle(before)
+    policy.choose(before)
 
 
 def sent(function: Any) -> tuple[bytes, bytes]:
     """The one form of a function: the message, and what travels after it."""
-    (form,) = capture(function, trusted=OFF).forms()
+    (form,) = capture(function, policy=OFF).forms()
     bulk = split_off_bulk(form)
     return form.SerializeToString(), bulk
 
@@ -240,7 +240,7 @@ def test_functions_arrive_with_their_arguments(module: Any) -> None:
 
 def test_handles_can_be_renamed(module: Any) -> None:
     """For an evaluation that is to have copies of variables; what was captured stays in use."""
-    captured = capture(functools.partial(module.everything, Thing("w"), [module.plain]), trusted=OFF)
+    captured = capture(functools.partial(module.everything, Thing("w"), [module.plain]), policy=OFF)
     copies = captured.renamed(lambda handle: (handle.handle_kind, "copy"))
     assert [handle.handle_key for handle in copies.handles] == ["w"]
     for each, key in ((copies, "copy"), (captured, "w")):
@@ -320,9 +320,9 @@ def test_globals_are_what_the_file_makes_of_them(module: Any) -> None:
 def test_what_was_sent_decides_the_digest(module: Any) -> None:
     """The same function with the same arguments has the same; another argument, another one."""
     values = (1, 1, 2, np.arange(9999), np.ones(9999))
-    digests = [capture(functools.partial(module.plain, value), trusted=OFF).digest for value in values]
+    digests = [capture(functools.partial(module.plain, value), policy=OFF).digest for value in values]
     assert digests[0] == digests[1]
-    assert len({*digests, capture(module.plain, trusted=OFF).digest}) == 5
+    assert len({*digests, capture(module.plain, policy=OFF).digest}) == 5
 
 
 def test_another_version_is_refused(module: Any) -> None:
@@ -405,7 +405,7 @@ def test_what_peers_may_name(module: Any, closed: Path) -> None:
             received(*form("pscluster.worker.data.per_worker", "given"))  # workers alone take datasets
         with pytest.raises(MisuseError, match=r"peers may not name .*pscluster\.worker\.data\.sources"):
             received(*form("pscluster.worker.data.sources", "MappedArray"))
-    policy.settle(Trust(False, "", (closed,), ("numpy",), is_worker=True))
+    policy.choose(SerializationPolicy(False, "", (closed,), ("numpy",), is_worker=True))
     assert received(*named("pscluster.worker.data.per_worker", "given"))([1]) == [1]
     assert received(*named("numpy", "sum")) is np.sum
     with pytest.raises(MisuseError, match=r"peers may not name what is in os, .* --functions-from os"):
@@ -448,7 +448,7 @@ def test_records_of_ours_are_those_of_the_list() -> None:
     assert resolve_record("", "pscluster.worker.data.per_worker", "InputContext") is api.InputContext
     for module_name, name in (
         ("pscluster.worker.data.sources", "MappedArray"),
-        ("pscluster.core.functions.policy", "Trust"),
+        ("pscluster.core.functions.policy", "SerializationPolicy"),
     ):
         with pytest.raises(MisuseError, match="peers may not name"):
             resolve_record("", module_name, name)
@@ -512,7 +512,7 @@ def test_a_pickle_is_not_looked_at(module: Any, tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="bytes of arrays"):
         resolve(form, data, things)
     assert not mark.exists()
-    policy.settle(Trust())
+    policy.choose(SerializationPolicy())
     with pytest.raises(UnresolvedReference, match="can't be called"):
         resolve(definition_pb2.Definition(digest="d", pickle=data), b"", things)
     assert mark.exists(), "the bomb is one"
@@ -539,8 +539,8 @@ def test_rubbish_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         sent(module.Windows.named),
         sent(functools.partial(module.everything, functools.partial(module.plain, batch), x=module.Windows)),
     ]
-    before = policy.trust()
-    policy.settle(Trust(False, "pickles are off here", (tmp_path.resolve(),)))
+    before = policy.chosen_policy()
+    policy.choose(SerializationPolicy(False, "pickles are off here", (tmp_path.resolve(),)))
 
     @search(200, 1)
     @given(st.integers(0, 2), st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), min_size=1, max_size=6))
@@ -556,15 +556,15 @@ def test_rubbish_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     try:
         attempt()
     finally:
-        policy.settle(before)
+        policy.choose(before)
         for name in ("users_steps", "users_helpers"):
             sys.modules.pop(name, None)
 
 
-# Trust
+# The policy of a role
 
 
-def test_who_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_send_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option beats the environment; what listens to anybody takes no pickles unless it was told to."""
     monkeypatch.chdir(tmp_path)
     exposed = "this role listens on 0.0.0.0:1"
@@ -573,33 +573,33 @@ def test_who_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert policy.asked_for(True, {"PSCLUSTER_ALLOW_PICKLE": "0"}) is True
     with pytest.raises(ConfigurationError, match=r"PSCLUSTER_ALLOW_PICKLE is 'maybe'; it must be 1 or 0"):
         policy.asked_for(None, {"PSCLUSTER_ALLOW_PICKLE": "maybe"})
-    assert policy.trust_of(None, environ={}).pickles
-    assert policy.trust_of(True, exposed, environ={}).pickles
-    found = policy.trust_of(None, exposed, environ={})
+    assert policy.policy_of(None, environ={}).pickles
+    assert policy.policy_of(True, exposed, environ={}).pickles
+    found = policy.policy_of(None, exposed, environ={})
     assert not found.pickles
     assert "since this role listens on 0.0.0.0:1: give all roles a token" in found.why
-    assert "--no-pickle, or PSCLUSTER_ALLOW_PICKLE=0" in policy.trust_of(False, exposed, environ={}).why
+    assert "--no-pickle, or PSCLUSTER_ALLOW_PICKLE=0" in policy.policy_of(False, exposed, environ={}).why
 
 
 def test_where_functions_are_taken_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders and packages as they are named; the current folder and those of PYTHONPATH where none are."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "on_path").mkdir()
-    found = policy.trust_of(False, environ={"PYTHONPATH": f"{tmp_path / 'on_path'}{os.pathsep}/not/there"})
+    found = policy.policy_of(False, environ={"PYTHONPATH": f"{tmp_path / 'on_path'}{os.pathsep}/not/there"})
     assert found.folders == (tmp_path.resolve(), (tmp_path / "on_path").resolve())
     environ = {"PSCLUSTER_FUNCTIONS_FROM": f"{tmp_path}{os.pathsep}my.package", "PYTHONPATH": "/"}
-    found = policy.trust_of(False, environ=environ)
+    found = policy.policy_of(False, environ=environ)
     assert (found.folders, found.packages) == ((tmp_path.resolve(),), ("my.package",))
-    assert policy.trust_of(False, "", ["on_path"], environ).folders == ((tmp_path / "on_path").resolve(),)
+    assert policy.policy_of(False, "", ["on_path"], environ).folders == ((tmp_path / "on_path").resolve(),)
     with pytest.raises(ConfigurationError, match=r"names '/not/there', which is neither a folder here nor a package"):
-        policy.trust_of(False, "", ["/not/there"])
+        policy.policy_of(False, "", ["/not/there"])
     library = Path(pickle.__file__)
-    assert not Trust(False, "", (Path("/"),)).owns(library)
+    assert not SerializationPolicy(False, "", (Path("/"),)).owns(library)
 
 
 def test_a_class_goes_by_its_name(module: Any) -> None:
     """That of a record among the arguments, as the script's own do without pickles."""
-    definition = class_definition(module.Batch, trusted=OFF)
+    definition = class_definition(module.Batch, policy=OFF)
     (form,) = definition.forms()
     assert not form.pickle
     assert resolve(form, b"", things) is module.Batch

@@ -290,7 +290,7 @@ class ClusterCoordinator(StaysHere):
                 return ""
             known = self._classes.get(cls)
             if known is None:
-                known = self._classes[cls] = class_definition(cls, trusted=self.strategy.trusted)
+                known = self._classes[cls] = class_definition(cls, policy=self.strategy.serialization)
             classes[known.digest] = known
             return known.digest
 
@@ -778,7 +778,7 @@ class ClusterCoordinator(StaysHere):
             )
 
     def _captured_anew(self, fn: Callable[..., Any], *, holds_data: bool = False) -> CapturedFunction:
-        return capture(fn, trusted=self.strategy.trusted, holds_data=holds_data)
+        return capture(fn, policy=self.strategy.serialization, holds_data=holds_data)
 
 
 def _where_made(fn: Callable[..., Any]) -> str:

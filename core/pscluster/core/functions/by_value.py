@@ -27,7 +27,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]  # ships neither stubs nor py.typed
 
 from pscluster.core.functions.loading import UnresolvedReference
-from pscluster.core.functions.policy import trust
+from pscluster.core.functions.policy import chosen_policy
 from pscluster.core.functions.sources import (
     attributes_of,
     closure_of,
@@ -186,7 +186,7 @@ def load(data: bytes | memoryview, resolve_handle: HandleResolver) -> Any:
         UnresolvedReference: it is for another Python. Whatever the imports and classes that it names raise
             comes through as it is.
     """
-    trust().check_pickle()
+    chosen_policy().check_pickle()
     view = memoryview(data)
     if view[: len(_PYTHON)] != _PYTHON:
         written_for = bytes(view[:40]).partition(b"\n")[0].decode("ascii", "replace")

@@ -31,7 +31,7 @@ from pscluster.core.errors import ProtocolError, PsClusterError
 from pscluster.core.functions.by_reference import MAIN, NotByReferenceError, WithoutPickle, reference_to
 from pscluster.core.functions.by_value import dump, largest_captured, load, module_name_of
 from pscluster.core.functions.loading import UnresolvedReference, found_by, import_checked, loaded_scripts
-from pscluster.core.functions.policy import Trust, trust
+from pscluster.core.functions.policy import SerializationPolicy, chosen_policy
 from pscluster.core.functions.sources import digest_of, import_folders, is_library, reaches_edited, source_of
 from pscluster.core.values import HandleResolver, RecordResolver, describe, imported_class
 from pscluster.core.values.handles import Handle
@@ -166,12 +166,12 @@ class FunctionHandle(Handle):
         return self.function.digest
 
 
-def capture(function: Any, *, trusted: Trust | None = None, holds_data: bool = False) -> CapturedFunction:
+def capture(function: Any, *, policy: SerializationPolicy | None = None, holds_data: bool = False) -> CapturedFunction:
     """Capture a function, or whatever else can be called, with what it refers to.
 
     Args:
         function: to be captured.
-        trusted: whether it may be pickled; default: as in this process.
+        policy: whether it may be pickled; default: this process'.
         holds_data: it is there for the data that it brings with it; else a warning names what is very large.
 
     Raises:
@@ -179,7 +179,7 @@ def capture(function: Any, *, trusted: Trust | None = None, holds_data: bool = F
     """
     if not callable(function):
         raise TypeError(f"{describe(function)} can't be scheduled: pass a function")
-    captured = _captured(function, _name_of(function), trusted or trust())
+    captured = _captured(function, _name_of(function), policy or chosen_policy())
     if captured.nbytes > LARGE_BYTES and not holds_data:
         label, part, size = largest_captured(function)
         most = f", {size >> 20:,} of them its variable {label!r}, {describe(part)}" if label else ""
@@ -192,12 +192,12 @@ def capture(function: Any, *, trusted: Trust | None = None, holds_data: bool = F
     return captured
 
 
-def _captured(function: Any, name: str, trusted: Trust) -> CapturedFunction:
-    if not trusted.pickles:
+def _captured(function: Any, name: str, policy: SerializationPolicy) -> CapturedFunction:
+    if not policy.pickles:
         try:
             sent = WithoutPickle(function)
         except NotByReferenceError as error:
-            raise TypeError(f"{name} can't be sent without a pickle: {error}. And {trusted.why}") from None
+            raise TypeError(f"{name} can't be sent without a pickle: {error}. And {policy.why}") from None
         return CapturedFunction(sent.definition.digest, name, sent.definition, handles=tuple(sent.handles))
     reference = reference_to(function)
     # What workers have imported they keep: what is of another version of a file goes with all that it is made of.
@@ -223,7 +223,7 @@ def _name_of(function: Any) -> str:
     return str(name).rpartition("<locals>.")[2]
 
 
-def class_definition(cls: type, *, trusted: Trust | None = None) -> CapturedFunction:
+def class_definition(cls: type, *, policy: SerializationPolicy | None = None) -> CapturedFunction:
     """Capture a class whose instances are to be sent, so that workers can be told of it like of a function.
 
     Raises:
@@ -231,7 +231,7 @@ def class_definition(cls: type, *, trusted: Trust | None = None) -> CapturedFunc
     """
     if not isinstance(cls, type):
         raise TypeError(f"{describe(cls)} is no class")
-    return capture(cls, trusted=trusted)
+    return capture(cls, policy=policy)
 
 
 def needs_definition(cls: type) -> bool:
@@ -296,7 +296,7 @@ def resolve(
         raise
     except (Exception, SystemExit) as error:  # whatever modules do when they are imported, and classes when made
         mend = "or register the module with cloudpickle.register_pickle_by_value"
-        if not trust().pickles:
+        if not chosen_policy().pickles:
             mend = "or name the folder that it is in with --functions-from"
         raise UnresolvedReference(
             f"{definition.qualname or 'it'} can't be loaded on this worker ({type(error).__name__}: {error}): "
@@ -318,7 +318,7 @@ def _find(definition: definition_pb2.Definition, bulk: bytes | memoryview, resol
     if definition.HasField("arguments"):
         return found_by(definition, memoryview(bulk or definition.arrays), resolve_handle)
     if data := bulk or definition.pickle:
-        trust().check_pickle()  # before anything is imported for it
+        chosen_policy().check_pickle()  # before anything is imported for it
         if definition.source_digest:
             import_checked(definition.module, definition.source_digest)
         return load(data, resolve_handle)
@@ -330,7 +330,7 @@ def _look_further(definition: definition_pb2.Definition) -> bool:
 
     After what is imported from already, and not where pickles are off: there peers name no folders.
     """
-    if not trust().pickles:
+    if not chosen_policy().pickles:
         return False
     path = Path(definition.source_path)
     folders = [Path.cwd(), *map(Path, definition.folders)]
@@ -360,7 +360,7 @@ def record_resolver(definition: Callable[[str], Any] | None = None, *, may_impor
             if not isinstance(found, type):
                 raise ProtocolError(f"{module}.{qualname} was defined as something that is no class")
             return found
-        trust().check_name(module, qualname)
+        chosen_policy().check_name(module, qualname)
         if may_import:
             if module == MAIN:
                 return _class_of_script(qualname)

@@ -21,7 +21,7 @@ from typing import Any
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError
 from pscluster.core.functions.by_reference import INNER, MAIN
 from pscluster.core.functions.nameable import EVERYWHERE, ON_WORKERS
-from pscluster.core.functions.policy import trust
+from pscluster.core.functions.policy import chosen_policy
 from pscluster.core.functions.sources import digest_of, in_library, source_of
 from pscluster.core.values import HandleResolver, decode_call
 from pscluster.core.values.records import MODULE_MARK
@@ -91,10 +91,10 @@ def _found(
 
 def _found_in(module: types.ModuleType, qualname: str) -> Any:
     """What a module has under this name; where pickles are off, what it defines."""
-    trust().check_name(module.__name__, qualname)
+    chosen_policy().check_name(module.__name__, qualname)
     found: Any = module
     for place, name in enumerate(qualname.split(".")):
-        if place and not trust().pickles and not isinstance(found, type):
+        if place and not chosen_policy().pickles and not isinstance(found, type):
             break
         try:
             found = getattr(found, name)
@@ -102,7 +102,7 @@ def _found_in(module: types.ModuleType, qualname: str) -> Any:
             break
     else:
         homes = (module.__name__, vars(module).get(MODULE_MARK, module.__name__))
-        if trust().pickles or (callable(found) and getattr(found, "__module__", None) in homes):
+        if chosen_policy().pickles or (callable(found) and getattr(found, "__module__", None) in homes):
             return found
     raise UnresolvedReference(f"{module.__name__} defines no {qualname} here")
 
@@ -118,7 +118,7 @@ def import_checked(name: str, digest: str) -> types.ModuleType:
         MisuseError: peers may not name what is in it. Nothing was imported.
         ImportError: as of any import; whatever the module raises comes through, too.
     """
-    if not trust().pickles:
+    if not chosen_policy().pickles:
         _check_may_name(name)
         if digest and name not in sys.modules:
             spec = importlib.util.find_spec(name)
@@ -138,16 +138,16 @@ def _compare(name: str, path: Path | None, digest: str) -> None:
 def _check_may_name(name: str) -> None:
     top = name.partition(".")[0]
     if top == "pscluster":
-        if name not in EVERYWHERE and not (trust().is_worker and name in ON_WORKERS):
+        if name not in EVERYWHERE and not (chosen_policy().is_worker and name in ON_WORKERS):
             raise MisuseError(
                 f"peers may not name what is in {name[:200]}, as pickles are off here: use it in a function of your own"
             )
         return
     place = _place_of(top)
     if top in sys.stdlib_module_names or top == MAIN or (place is not None and in_library(str(place))):
-        trust().check_module(name)
-    elif place is not None and not trust().owns(place):
-        folders = ", ".join(map(str, trust().folders)) or "none"
+        chosen_policy().check_module(name)
+    elif place is not None and not chosen_policy().owns(place):
+        folders = ", ".join(map(str, chosen_policy().folders)) or "none"
         raise MisuseError(
             f"the module {top} lies at {place}, outside of the folders whose functions peers may name here, which are "
             f"{folders}: name its folder with --functions-from"
@@ -211,7 +211,7 @@ def _find(source_path: str, digest: str) -> Path:
     candidates = [Path(source_path), Path.cwd() / Path(source_path).name]
     if isinstance(own, str):
         candidates.insert(1, Path(own).absolute())
-    candidates = [path for path in [*candidates, *trust().places(source_path)] if trust().owns(path)]
+    candidates = [path for path in [*candidates, *chosen_policy().places(source_path)] if chosen_policy().owns(path)]
     for path in candidates:
         try:
             if digest_of(path) == digest:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError
-from pscluster.core.functions.policy import trust
+from pscluster.core.functions.policy import chosen_policy
 from pscluster.core.values import describe
 from pscluster.core.values.arrays import described, plain_dtype
 from pscluster.core.values.handles import Handle
@@ -82,7 +82,7 @@ class MappedArray:
         dtype = plain_dtype(self.dtype)
         if dtype.itemsize == 0 or dtype.subdtype is not None:
             raise ProtocolError(f"{dtype!r:.80} came as the element type of a file's array, which none has")
-        path = trust().data_file(str(self.path))
+        path = chosen_policy().data_file(str(self.path))
         # What is no file (a pipe, a device) must neither hold the worker nor be read; opened first, then looked at.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
