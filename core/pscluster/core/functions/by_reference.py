@@ -26,15 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.core.functions.capture import globals_read
 from pscluster.core.functions.sources import (
-    attributes_of,
-    closure_of,
     digest_of,
     globals_of,
     holds_handle,
     import_folders,
     is_library,
+    reached,
     reaches_handle,
     source_of,
 )
@@ -460,9 +458,9 @@ def _file_of(module: types.ModuleType, path: Path) -> _TopLevel:
 
 def _check_globals(function: Any) -> None:
     """Refuse a function whose globals whoever imports its file does not have."""
-    for module, name, value in _used_globals(function):
-        path = source_of(module)
-        if path is None or name.startswith("__"):
+    for module, name, value in reached(function):
+        path = None if module is None or name.startswith("__") else source_of(module)
+        if module is None or path is None:
             continue
         if holds_handle(value):
             raise NotByReferenceError(
@@ -474,33 +472,6 @@ def _check_globals(function: Any) -> None:
                 f"it uses the global {name!r} of {path.name}, which was set under the main guard, or changed since, "
                 "and a worker that imports the file does not have that value: pass it as an argument"
             )
-
-
-def _used_globals(function: Any) -> Iterator[tuple[types.ModuleType, str, Any]]:
-    """The globals of the user's modules that it uses, itself or by the user's functions and classes that it reaches."""
-    todo, seen = [function], set[int]()
-    while todo:
-        item = todo.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        todo.append(attributes_of(item).get("__wrapped__"))  # as `functools.wraps` leaves it
-        item = getattr(item, "__func__", getattr(item, "fget", item))
-        if isinstance(item, type) and not is_library(item.__module__):
-            todo += [*vars(item).values(), *item.__bases__]
-        elif isinstance(item, types.FunctionType):
-            todo += closure_of(item).values()
-            home = sys.modules.get(item.__globals__.get("__name__", ""))
-            if home is None or is_library(home.__name__) or vars(home) is not item.__globals__:
-                continue
-            for name in sorted(globals_read(item.__code__) & vars(home).keys()):
-                value = vars(home)[name]
-                todo.append(value)
-                yield home, name, value
-                if isinstance(value, types.ModuleType) and not is_library(value.__name__):
-                    used = [each for each in item.__code__.co_names if each in vars(value)]
-                    todo += [vars(value)[each] for each in used]
-                    yield from ((value, each, vars(value)[each]) for each in used)
 
 
 def _has_name(leaf: Any) -> bool:
