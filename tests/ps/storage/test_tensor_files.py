@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
-from pscluster.coordinator.checkpoints.manager import _plan_variable
+from pscluster.coordinator.checkpoints.restore_plan import plan_variable
 from pscluster.core.errors import CheckpointError, StaleError, UnavailableError
 from pscluster.core.geometry import Partition
 from pscluster.core.ids import fresh_id
@@ -325,7 +325,7 @@ class Servers:
         check_whole(index, path)
         requests = {store.index: ps_pb2.RestoreRequest() for store in self.stores}
         for name, spec in self.specs.items():
-            _plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], path, requests)
+            plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], path, requests)
         number = fresh_id()
         for store, parts in zip(self.stores, self.parts, strict=True):
             parts.stage(store, number, requests[store.index].shards, lambda file: join(path, file))
@@ -777,7 +777,7 @@ def test_a_mark_leaves_what_is_staged(saved: Saved) -> None:
     requests = {index: ps_pb2.RestoreRequest() for index in range(3)}
     index = read_index(str(folder))
     for name, spec in target.specs.items():
-        _plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], str(folder), requests)
+        plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], str(folder), requests)
     target.mark()
     for number in range(3):
         target.parts[number].stage(target.stores[number], 5, requests[number].shards, lambda name: str(folder / name))
