@@ -57,6 +57,36 @@ NUM_WORKERS = 2
 _LASTING_THREADS = ("pscluster-loop", "session-watchdog", "(_poll_wrapper)", "pytest_timeout")
 
 
+_LONGEST = (
+    "packaging/test_compose.py",
+    "faults/test_fault_points.py",
+    "packaging/test_wheel.py",
+    "faults/test_every_rpc.py",
+    "faults/test_chaos.py",
+    "coordinator/local/test_local_cluster.py",
+    "roles/test_unix_sockets.py",
+    "dashboard/test_page.py",
+    "dashboard/test_command_line.py",
+    "benchmarks/test_soak.py",
+    "faults/test_pinned.py",
+    "faults/test_ps_death.py",
+    "faults/test_ps_healing.py",
+    "faults/test_worker_death.py",
+    "faults/test_training.py",
+    "roles/test_tls.py",
+    "roles/test_signals.py",
+    "ps/test_big_table.py",
+    "examples/test_examples.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that no process has one to itself at the end, while the others have nothing."""
+    order = {Path(__file__).parent / file: place for place, file in enumerate(_LONGEST)}
+    assert all(map(Path.exists, order)), "_LONGEST names a file that is not there"
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
 def pytest_configure() -> None:
     """A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C, which some send."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

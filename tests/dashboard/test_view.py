@@ -226,7 +226,7 @@ def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.M
     monkeypatch.setattr(Asker, "ask", lambda *_: found)
 
     async def silent() -> list[list[str]]:
-        watch = Watch(coordinator.strategy)
+        watch = Watch(coordinator.context)
         watch._asker = Asker(peers)
         shown = []
         for _ in range(4):

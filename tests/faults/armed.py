@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pscluster.core.testing.faults import parse
 from tests.faults.counting import Counting
 from tests.faults.steps import PATIENCE, note, wait_for
 from tests.faults.support import quiet, status, until
@@ -28,7 +29,6 @@ from pscluster.coordinator.api import (
 )
 from pscluster.core.errors import UnavailableError
 from pscluster.core.fault_points import FOLDER_VARIABLE, VARIABLE
-from pscluster.core.testing.faults import parse
 from pscluster.ps.spec import SESSION_BYTES
 
 FUNCTIONS = 60

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pscluster.core.testing.faults import CALL_KINDS, LASTING
 from tests.conftest import SEARCH
 from tests.faults.armed import CUT, Armed, Round, armed_cluster
 from tests.faults.steps import note, wait_for
@@ -31,7 +32,6 @@ from pscluster.coordinator.api import (
 )
 from pscluster.coordinator.cli.health import is_healthy
 from pscluster.core.errors import FunctionError
-from pscluster.core.testing.faults import CALL_KINDS, LASTING
 from pscluster.core.transport.methods import methods
 
 NTH = {

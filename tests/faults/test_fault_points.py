@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import pytest
+from pscluster.core.testing.faults import Faults, parse
 from tests.faults.armed import CUT, Armed, Round, armed_cluster
 from tests.faults.support import PATIENCE
 from tests.roles.processes import make_cluster, run, tf_config
@@ -28,7 +29,6 @@ from pscluster.coordinator.api import FixedShardsPartitioner, ParameterServerStr
 from pscluster.core import fault_points
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.fault_points import FOLDER_VARIABLE, POINTS, VARIABLE
-from pscluster.core.testing.faults import Faults, parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

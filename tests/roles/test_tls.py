@@ -54,7 +54,8 @@ from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.core.transport.methods import Method, Stub, methods
 from pscluster.core.transport.watchdog import Patience
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 

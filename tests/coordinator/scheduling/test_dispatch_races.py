@@ -19,7 +19,7 @@ from pscluster.coordinator import (
     RemoteValue,
     RemoteValueStatus,
 )
-from pscluster.coordinator import strategy as strategy_module
+from pscluster.coordinator.job.context import open_jobs
 from pscluster.coordinator.scheduling import connections, loop
 from pscluster.coordinator.scheduling import dispatcher as dispatch
 from pscluster.coordinator.scheduling.dispatcher import Call, Dispatcher, ResourceRecipe
@@ -849,13 +849,11 @@ def test_a_refused_coordinator_does_not_end_anybodys_job(
 
 def test_a_strategy_that_nobody_holds_is_still_to_be_closed(cluster: LocalCluster) -> None:
     """Its roles are told at exit that the job is over, though its script has long forgotten it; closed, it goes."""
-    held = weakref.ref(ParameterServerStrategy(cluster))
+    held = weakref.ref(ParameterServerStrategy(cluster).context)
     gc.collect()
-    strategy = held()
-    assert strategy is not None
-    assert strategy in strategy_module._open
-    strategy.close()
-    del strategy
+    (job,) = (each for each in open_jobs() if each is held())
+    job.close("the test has ended")
+    del job
     gc.collect()
     assert held() is None
 

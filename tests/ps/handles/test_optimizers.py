@@ -29,7 +29,6 @@ from pscluster.coordinator import (
 from pscluster.core import errors
 from pscluster.core.values import decode, encode
 from pscluster.ps import optim
-from pscluster.ps.handles.scope import creating_with
 from pscluster.ps.optim import schedules
 
 Array = npt.NDArray[Any]
@@ -48,7 +47,7 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 @pytest.fixture(autouse=True)
 def scope(strategy: ParameterServerStrategy) -> Iterator[None]:
     """All tests make variables and optimizers."""
-    with creating_with(strategy):
+    with strategy.scope():
         yield
 
 

@@ -26,7 +26,6 @@ from pscluster.coordinator import (
 )
 from pscluster.core.errors import ConfigurationError, InvalidUpdateError, MisuseError
 from pscluster.ps import optim
-from pscluster.ps.handles.scope import creating_with
 
 IDS = IndexedSlices
 
@@ -40,7 +39,7 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 @pytest.fixture(autouse=True)
 def scope(strategy: ParameterServerStrategy) -> Iterator[None]:
     """All tests make variables."""
-    with creating_with(strategy):
+    with strategy.scope():
         yield
 
 

@@ -28,7 +28,8 @@ from pscluster.core.role.server import (
     with_user_token,
 )
 from pscluster.ps.server.admission import DEFAULT_MIB
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.telemetry import ServerTelemetry
 from pscluster.ps.spec import DATA_MESSAGE_BYTES, SERVICE
 from pscluster.ps.storage.manager import Keeper
