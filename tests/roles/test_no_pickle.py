@@ -269,7 +269,7 @@ def test_whatever_runs_on_workers_and_servers(hooked: Hooked, tmp_path: Path) ->
         "restored [120.0, 120.0, 120.0, 120.0]",
         "after a death [126.0, 126.0, 126.0, 126.0]",
         "uses_a_global can't be sent without a pickle: it uses the global 'w' of everything.py, a pscluster.",
-        "<lambda> can't be sent without a pickle: it is a lambda: move it to the top level of everything.py, as a",
+        "<lambda> can't be sent without a pickle: it is a lambda: write it as a function at the top level of",
         "refused ('no', 3)",
     ):
         assert line in output, output
@@ -345,7 +345,7 @@ def refusals(
 def test_the_sender_refuses(tmp_path: Path) -> None:
     """`schedule` and `Variable` say that it can't be sent, why, and how to mend it."""
     output, _ = refusals(tmp_path, {}, {"PSCLUSTER_ALLOW_PICKLE": "0"})
-    why = r"it is a lambda: move it to the top level of script.py"
+    why = r"it is a lambda: write it as a function at the top level of script.py"
     assert re.search(rf"step TypeError <lambda> can't be sent without a pickle: {why}.*{SENTENCE}", output), output
     assert re.search(rf"initializer TypeError <lambda> can't be sent without a pickle: {why}", output), output
     why = r"script.py has no `if __name__ == \"__main__\":`, and to take a function from it a worker has to import it"

@@ -262,15 +262,15 @@ def test_what_can_not_go_says_why(module: Any) -> None:
     cases: list[tuple[Any, str]] = [
         (
             module.outer(1),
-            r"^inner can't be sent without a pickle: it is defined inside of outer\(\): move it to the top level of "
-            r"users_steps.py, as a `def` or `class` and pass what it captures \(big, y\) as arguments, with functools",
+            r"^inner can't be sent without a pickle: it is defined inside outer\(\): move it to the top level of "
+            r"users_steps.py and pass what it captures \(big, y\) as arguments, say with functools.partial",
         ),
-        (lambda: offset, r"it is a lambda: move it to the top level of test_by_reference.py, .* captures \(offset\)"),
+        (lambda: offset, r"a lambda: write it as a function at the top level of test_by_reference.py .* \(offset\)"),
         (
             partial(module.plain, lambda: 1),
-            r"plain can't be .* it is a lambda: move it to the top level of test_by_refe",
+            r"its argument args\[0\] can't be sent: it is a lambda: write it as a function at",
         ),
-        (module.local_class(), r"it is defined inside of local_class\(\): move it to the top level"),
+        (module.local_class(), r"it is defined inside local_class\(\): move it to the top level"),
         (module.Windows().read, r"it is a method of an? users_steps.Windows: write a function that takes the object"),
         (made_by_exec(), r"it is a function, and no function of a file: write one that makes it"),
         (partial(module.plain, module.LOCK), r"its argument args\[0\] is a _thread.lock, which can't be sent"),

@@ -436,11 +436,13 @@ def _named(function: Any) -> definition_pb2.Definition:
 def _move_it(function: Any, qualname: str) -> str:
     code = getattr(function, "__code__", None)
     outer, _, name = qualname.rpartition(".<locals>.")
-    what = "a lambda" if name == "<lambda>" or qualname == "<lambda>" else f"defined inside of {outer}()"
-    file = Path(code.co_filename).name if code is not None else "its file"
-    captured = f" and pass what it captures ({', '.join(code.co_freevars)})" if code and code.co_freevars else ""
-    arguments = " as arguments, with functools.partial for one" if captured else ""
-    return f"it is {what}: move it to the top level of {file}, as a `def` or `class`{captured}{arguments}"
+    file = "its file" if code is None else Path(code.co_filename).name
+    where = f"it is defined inside {outer}(): move it to the top level of {file}"
+    if name == "<lambda>":
+        where = f"it is a lambda: write it as a function at the top level of {file}"
+    if code is None or not code.co_freevars:
+        return where
+    return f"{where} and pass what it captures ({', '.join(code.co_freevars)}) as arguments, say with functools.partial"
 
 
 def _file_of(module: types.ModuleType, path: Path) -> _TopLevel:
