@@ -114,8 +114,8 @@ class Half:
         """What `cut` gives, which waits for the function as that is cut short."""
         with ThreadPoolExecutor(1) as pool:
             found: Future[T] = pool.submit(cut)
-            look = self.job.coordinator._dispatcher.look
-            until(lambda: found.done() or look().paused, "somebody waits for all functions to end")
+            stats = self.job.coordinator._dispatcher.stats
+            until(lambda: found.done() or stats().paused, "somebody waits for all functions to end")
             self.fall()
             return found.result(PATIENCE)
 

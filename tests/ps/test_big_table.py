@@ -28,7 +28,7 @@ from pscluster.coordinator import (
     initializers,
     optimizers,
 )
-from pscluster.ps.client.client import Traffic
+from pscluster.ps.client.exchanges import Traffic
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")

@@ -586,9 +586,9 @@ def test_why_is_not_asked_at_each_attempt(tmp_path: Path, monkeypatch: pytest.Mo
     looks, now = list[PeerAddress](), [100.0]
     monkeypatch.setattr(connections, "why_untrusted", looks.append)
     monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    distrust = connections.Distrust(PeerAddress("ps", 0, "127.0.0.1:1", Tls(tmp_path / "worker")))
+    diagnosis = connections.TlsDiagnosis(PeerAddress("ps", 0, "127.0.0.1:1", Tls(tmp_path / "worker")))
     for now[0] in (100.0, 100.1, 104.9, 105.1, 105.2):
-        asyncio.run(distrust.look(UnavailableError("gone")))
+        asyncio.run(diagnosis.diagnose(UnavailableError("gone")))
     assert len(looks) == 2
 
 

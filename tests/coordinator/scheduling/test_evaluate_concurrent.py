@@ -376,7 +376,7 @@ def test_one_cut_at_a_time(
         return (table.numpy(),)
 
     with (
-        coordinator._dispatcher.paused(PATIENCE),
+        coordinator._dispatcher.barrier(PATIENCE),
         ThreadPoolExecutor(1) as pool,
         pytest.raises(
             errors.WaitTimeoutError, match=r"after 0\.\d+ s another checkpoint, or other copies of variables"
