@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import hypothesis
 import pytest
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -46,9 +47,6 @@ def search(examples: int, steps: int) -> hypothesis.settings:
     """What a state machine tries: so many examples, of so many steps at most."""
     return hypothesis.settings(max_examples=round(examples * SEARCH), stateful_step_count=steps, deadline=None)
 
-
-PATIENCE = 60.0
-"""Seconds to wait for what comes within one on an idle machine."""
 
 NUM_PS = 2
 NUM_WORKERS = 2
@@ -95,14 +93,6 @@ def pytest_configure() -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["PSCLUSTER_STATE_DIR"] = folder
     os.environ["XDG_CONFIG_HOME"] = folder  # and find the token of this user, which is another one
-
-
-def until(predicate: Callable[[], object], what: str, state: Callable[[], object] = lambda: "") -> None:
-    """Wait until the predicate holds; if it does not come to that, say how it is."""
-    deadline = time.monotonic() + PATIENCE
-    while not predicate():
-        assert time.monotonic() < deadline, f"waited in vain until {what}: {state()}"
-        time.sleep(0.002)
 
 
 def wait_for_file(path: str) -> None:

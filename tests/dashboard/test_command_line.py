@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.conftest import until
 from tests.dashboard.browser import browser, complaints, needs_browser
 from tests.roles.processes import IDLE, PSCLUSTER, Process, Roles, environ, make_cluster
+from tests.waiting import until
 
 from pscluster.core.security.certificates import make_certificates
 from pscluster.core.security.tokens import new_token

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from tests.faults.proxy import Proxy
 from tests.faults.steps import Deadly, die, die_once, first_time, note, wait_for
-from tests.faults.support import PATIENCE, Job, RawClient, ones, running_job, status, until
+from tests.faults.support import Job, RawClient, ones, running_job, status
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import (
     ClusterSpec,

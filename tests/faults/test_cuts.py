@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from tests.faults.steps import PATIENCE, first_time, note, wait_for
-from tests.faults.support import Job, RawClient, running_job, until
+from tests.faults.steps import first_time, note, wait_for
+from tests.faults.support import Job, RawClient, running_job
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import FixedShardsPartitioner, RemoteValue, Variable, callbacks, metrics
 from pscluster.coordinator.api import Checkpoint, CheckpointManager, ParameterServerStrategy, RestoredFrom

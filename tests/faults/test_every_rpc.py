@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pscluster.core.testing.faults import CALL_KINDS, LASTING
 from tests.conftest import SEARCH
 from tests.faults.armed import CUT, Armed, Round, armed_cluster
+from tests.faults.arming.faults import CALL_KINDS, LASTING
 from tests.faults.steps import note, wait_for
-from tests.faults.support import PATIENCE, status, until
+from tests.faults.support import status
 from tests.roles.wire import SERVICES
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import (
     ClusterCoordinator,

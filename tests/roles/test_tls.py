@@ -24,7 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from grpc.experimental.session_cache import ssl_session_cache_lru
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from tests.conftest import OpenCall, grpc_server, until
+from tests.conftest import OpenCall, grpc_server
 from tests.roles.processes import (
     DONE,
     HELD,
@@ -40,6 +40,7 @@ from tests.roles.processes import (
 )
 from tests.roles.test_token import ALL_METHODS, call
 from tests.roles.wire import SECONDS, SERVICES, with_token
+from tests.waiting import until
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.coordinator.cli.health import is_healthy

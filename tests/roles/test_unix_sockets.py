@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.roles.processes import PSCLUSTER, Process, Roles, environ, run, run_all, tf_config, until
+from tests.roles.processes import PSCLUSTER, Process, Roles, environ, run, run_all, tf_config
+from tests.waiting import until
 
 from pscluster.core.security.tls import CERTIFICATE
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.conftest import PATIENCE
+from tests.waiting import PATIENCE
 
 from pscluster.coordinator import (
     ClusterCoordinator,

@@ -13,18 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import (
-    NUM_WORKERS,
-    PATIENCE,
-    Everywhere,
-    Gate,
-    in_one_process,
-    leave_mark,
-    marks,
-    until,
-    wait_for_file,
-)
+from tests.conftest import NUM_WORKERS, Everywhere, Gate, in_one_process, leave_mark, marks, wait_for_file
 from tests.coordinator.scheduling.test_evaluate import Examples
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     Checkpoint,

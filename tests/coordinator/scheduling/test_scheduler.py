@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from tests.conftest import search
 
 from pscluster.coordinator.scheduling.scheduler import (
     MAX_BATCH_BYTES,
@@ -560,7 +560,7 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.__doc__ = (
     "Nothing is lost, nothing is in two places, the order is kept, the first error wins once; no cut has a half."
 )
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestScheduler.settings = search(100, 60)
 
 
 def scheduler_with(

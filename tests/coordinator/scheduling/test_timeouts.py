@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Gate, until, wait_for_file
+from tests.conftest import NUM_WORKERS, Gate, wait_for_file
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, RemoteValueStatus, Variable, errors
 from pscluster.coordinator.scheduling import scheduler

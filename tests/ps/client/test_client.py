@@ -11,7 +11,8 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE, OpenCall
+from tests.conftest import OpenCall
+from tests.waiting import PATIENCE
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.errors import PSUnavailableError, UnavailableError

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE
-from tests.faults.support import until
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
