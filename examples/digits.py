@@ -6,6 +6,7 @@ The file does not say where the cluster is: TF_CONFIG does, and `pscluster run` 
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 
 from pscluster.coordinator import (
     ClusterCoordinator,
+    InputContext,
     MinSizePartitioner,
     ParameterServerStrategy,
     ProgressLine,
@@ -56,20 +58,41 @@ def loss_and_gradients(x: Array, y: Array, w1: Array, b1: Array, w2: Array, b2: 
     return float(-log_p[rows, y].mean()), gradients
 
 
+def batches(batch_size: int, seed: int, context: InputContext) -> Iterator[tuple[Array, Array]]:
+    """Run on each worker, without end."""
+    x, y, _, _ = load()
+    rng = np.random.default_rng([seed, context.worker_index])
+    while True:
+        rows = rng.integers(len(y), size=batch_size)
+        yield x[rows], y[rows]
+
+
+def step(
+    strategy: ParameterServerStrategy,
+    parameters: list[Variable],
+    optimizer: optimizers.Optimizer,
+    iterator: Iterator[tuple[Array, Array]],
+) -> float:
+    """Run on whichever worker is free."""
+    x, y = next(iterator)
+    loss, gradients = loss_and_gradients(x, y, *strategy.read(parameters))  # one request a server
+    optimizer.apply_gradients(zip(gradients, parameters, strict=True))  # applied on the servers
+    return loss
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a digit classifier on a parameter-server cluster.")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    batch_size, seed = options.batch_size, options.seed
 
     # Variables of 1 KiB and more are cut in two, so that both servers share the work.
     strategy = ParameterServerStrategy(
         TFConfigClusterResolver(),
         variable_partitioner=MinSizePartitioner(min_shard_bytes=1 << 10, max_shards=2),
     )
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(options.seed)
     with strategy.scope():
         w1 = Variable(rng.normal(0, (2 / 64) ** 0.5, (64, HIDDEN)).astype(np.float32), name="w1")
         b1 = Variable(np.zeros(HIDDEN, np.float32), name="b1")
@@ -79,25 +102,15 @@ def main() -> None:
     parameters = [w1, b1, w2, b2]
     coordinator = ClusterCoordinator(strategy)
 
-    def batches(context: Any) -> Iterator[tuple[Array, Array]]:  # runs on each worker, without end
-        x, y, _, _ = load()
-        rng = np.random.default_rng([seed, context.worker_index])
-        while True:
-            rows = rng.integers(len(y), size=batch_size)
-            yield x[rows], y[rows]
-
-    def step(iterator: Iterator[tuple[Array, Array]]) -> float:  # runs on whichever worker is free
-        x, y = next(iterator)
-        loss, gradients = loss_and_gradients(x, y, *strategy.read(parameters))  # one request a server
-        optimizer.apply_gradients(zip(gradients, parameters, strict=True))  # applied on the servers
-        return loss
-
-    iterator = iter(coordinator.create_per_worker_dataset(batches))
+    # Functions at the top level, with what they need as arguments, run without pickles, too (--no-pickle).
+    train = functools.partial(step, strategy, parameters, optimizer)
+    dataset = coordinator.create_per_worker_dataset(functools.partial(batches, options.batch_size, options.seed))
+    iterator = iter(dataset)
     begin = strategy.progress.get("steps", 0)  # more than 0 where a coordinator before this one has died
     with ProgressLine(coordinator, total=options.steps - begin) as progress:
         for start in range(begin, options.steps, BLOCK):
             steps = range(start, min(start + BLOCK, options.steps))
-            losses = [coordinator.schedule(step, args=(iterator,)) for _ in steps]
+            losses = [coordinator.schedule(train, args=(iterator,)) for _ in steps]
             coordinator.join()
             progress.update(len(losses), loss=float(np.mean(coordinator.fetch(losses))))
             strategy.save_progress(steps=steps.stop)

@@ -7,9 +7,10 @@ probability that the generator knows, so the best log-loss that any model could 
 """
 
 import argparse
+import functools
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from pscluster.coordinator import (
     ClusterCoordinator,
     FixedShardsPartitioner,
     IndexedSlices,
+    InputContext,
     ParameterServerStrategy,
     ProgressLine,
     TFConfigClusterResolver,
@@ -83,6 +85,44 @@ def torch_step(
     return losses.detach().numpy(), (d_rows, d_head, d_w, d_b.reshape(()))
 
 
+class Model(NamedTuple):
+    """What the step trains, and what it trains it with."""
+
+    table: Variable
+    head: Variable
+    w: Variable
+    b: Variable
+    optimizer: optimizers.Optimizer
+    loss: metrics.Mean
+
+
+def batches(batch_size: int, rows: int, context: InputContext) -> Iterator[tuple[Array, Array, Array]]:
+    """Run on each worker, without end."""
+    rng = np.random.default_rng([2, context.worker_index])
+    while True:
+        ids, x, p = clicks(rng, batch_size, rows)
+        yield ids, x, rng.random(batch_size) < p
+
+
+def step(
+    strategy: ParameterServerStrategy,
+    model: Model,
+    gradients: Callable[..., tuple[Array, tuple[Array, ...]]],
+    iterator: Iterator[tuple[Array, Array, Array]],
+) -> tuple[int, int]:
+    """Run on whichever worker is free."""
+    table, head, w, b, optimizer, training_loss = model
+    ids, x, y = next(iterator)
+    before = strategy.traffic()
+    touched = embedding_lookup(table, ids)  # each distinct row once
+    losses, (d_touched, d_head, d_w, d_b) = gradients(x, y, touched, *strategy.read([head, w, b]))
+    d_table = IndexedSlices(d_touched.reshape(ids.size, -1), ids.reshape(-1))  # duplicates are summed
+    optimizer.apply_gradients([(d_table, table), (d_head, head), (d_w, w), (d_b, b)])
+    training_loss.update_state(losses)
+    moved = strategy.traffic() - before
+    return moved.pulled, moved.pushed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a click model with a large embedding table.")
     parser.add_argument("--steps", type=int, default=1000)
@@ -92,8 +132,7 @@ def main() -> None:
     parser.add_argument("--framework", choices=("numpy", "torch"), default="numpy")
     parser.add_argument("--target", type=float, default=0.42, help="the log-loss to reach")
     options = parser.parse_args()
-    batch_size, rows = options.batch_size, options.rows
-    gradients = torch_step if options.framework == "torch" else numpy_step
+    rows = options.rows
 
     strategy = ParameterServerStrategy(TFConfigClusterResolver())
     num_ps = strategy.cluster_resolver.cluster_spec().num_tasks("ps")
@@ -112,29 +151,16 @@ def main() -> None:
         training_loss = metrics.Mean("training_loss")
     coordinator = ClusterCoordinator(strategy)
 
-    def batches(context: Any) -> Iterator[tuple[Array, Array, Array]]:  # runs on each worker, without end
-        rng = np.random.default_rng([2, context.worker_index])
-        while True:
-            ids, x, p = clicks(rng, batch_size, rows)
-            yield ids, x, rng.random(batch_size) < p
-
-    def step(iterator: Iterator[tuple[Array, Array, Array]]) -> tuple[int, int]:  # runs on whichever worker is free
-        ids, x, y = next(iterator)
-        before = strategy.traffic()
-        touched = embedding_lookup(table, ids)  # each distinct row once
-        losses, (d_touched, d_head, d_w, d_b) = gradients(x, y, touched, *strategy.read([head, w, b]))
-        d_table = IndexedSlices(d_touched.reshape(ids.size, -1), ids.reshape(-1))  # duplicates are summed
-        optimizer.apply_gradients([(d_table, table), (d_head, head), (d_w, w), (d_b, b)])
-        training_loss.update_state(losses)
-        moved = strategy.traffic() - before
-        return moved.pulled, moved.pushed
-
-    iterator = iter(coordinator.create_per_worker_dataset(batches))
+    # Functions at the top level, with what they need as arguments, run without pickles, too (--no-pickle).
+    model = Model(table, head, w, b, optimizer, training_loss)
+    train = functools.partial(step, strategy, model, torch_step if options.framework == "torch" else numpy_step)
+    dataset = coordinator.create_per_worker_dataset(functools.partial(batches, options.batch_size, rows))
+    iterator = iter(dataset)
     moved: list[tuple[int, int]] = []
     with ProgressLine(coordinator, total=options.steps) as progress:
         for start in range(0, options.steps, BLOCK):
             steps = range(start, min(start + BLOCK, options.steps))
-            results = [coordinator.schedule(step, args=(iterator,)) for _ in steps]
+            results = [coordinator.schedule(train, args=(iterator,)) for _ in steps]
             coordinator.join()
             moved += coordinator.fetch(results)
             progress.update(len(results), loss=training_loss.result())

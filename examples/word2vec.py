@@ -10,6 +10,7 @@ servers and made there: a table larger than one machine is a matter of --vocabul
 
 import argparse
 import ast
+import functools
 import math
 import os
 import re
@@ -18,7 +19,8 @@ import sysconfig
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +83,22 @@ def sentences(texts: Iterable[str]) -> list[tuple[str, ...]]:
     return [several[place] for place in np.random.default_rng(1).permutation(len(several))]
 
 
+@dataclass(eq=False)
 class Windows:
     """The words of a text, each with those near it in its sentence, -1 where there is none. Made when it is read."""
 
-    def __init__(self, text: Sequence[Sequence[str]], ids: dict[str, int], kept: Array) -> None:
+    ids: Array
+    lies_in: Array  # the number of the sentence
+
+    @classmethod
+    def of(cls, text: Sequence[Sequence[str]], ids: dict[str, int], kept: Array) -> "Windows":
         """Of a word with this id so many are kept, from 0 to 1."""
         rng = np.random.default_rng(2)
         known = [[ids[word] for word in words if word in ids] for words in text]
         flat = np.array([each for words in known for each in words], np.int32)
         lies_in = np.repeat(np.arange(len(known), dtype=np.int32), [len(words) for words in known])
         stays = rng.random(len(flat)) < kept[flat]
-        self.ids, self.lies_in = flat[stays], lies_in[stays]
+        return cls(flat[stays], lies_in[stays])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -111,28 +118,28 @@ def corpus(text: Sequence[Sequence[str]], vocabulary: int) -> tuple[list[str], W
     shares = np.array([count for _, count in frequent[: len(ids)]]) / max(1, sum(map(len, text)))
     kept = np.sqrt(THIN / np.maximum(shares, THIN))
     cut = len(text) // HELD_OUT
-    return list(ids), Windows(text[cut:], ids, kept), Windows(text[:cut], ids, kept)
+    return list(ids), Windows.of(text[cut:], ids, kept), Windows.of(text[:cut], ids, kept)
 
 
 Batch = tuple[Array, Array, Array, Array]
 """Words (size,); and (size, 2 * WINDOW + DRAWN) each others, whether they were near it, and what they weigh."""
 
 
-def drawing(counts: Array, seed: int) -> Callable[[tuple[Array, Array]], Batch]:
-    """What adds words that are not near to a batch: drawn by their counts, of each the same ones at every attempt."""
-    drawn_below = np.cumsum(counts**0.75) / np.sum(counts**0.75)
+def shares_below(counts: Array) -> Array:
+    """For each word, how many of those that are drawn are words up to it: by their counts."""
+    return np.cumsum(counts**0.75) / np.sum(counts**0.75)
 
-    def draw(batch: tuple[Array, Array]) -> Batch:
-        words, near = batch
-        rng = np.random.default_rng([seed, zlib.crc32(words.tobytes()), zlib.crc32(near.tobytes())])
-        drawn = np.searchsorted(drawn_below[:-1], rng.random((len(words), DRAWN)), "right")
-        there = near >= 0
-        weights = np.broadcast_to(NEGATIVES / DRAWN * there.sum(axis=1, keepdims=True), drawn.shape)
-        labels = np.broadcast_to(np.arange(near.shape[1] + DRAWN) < near.shape[1], (len(words), near.shape[1] + DRAWN))
-        others = np.concatenate([np.maximum(near, 0), drawn], axis=1)
-        return words, others, labels, np.concatenate([there, weights], axis=1, dtype=np.float32)
 
-    return draw
+def draw(drawn_below: Array, seed: int, batch: tuple[Array, Array]) -> Batch:
+    """Add words that are not near to a batch: of each batch the same ones at every attempt."""
+    words, near = batch
+    rng = np.random.default_rng([seed, zlib.crc32(words.tobytes()), zlib.crc32(near.tobytes())])
+    drawn = np.searchsorted(drawn_below[:-1], rng.random((len(words), DRAWN)), "right")
+    there = near >= 0
+    weights = np.broadcast_to(NEGATIVES / DRAWN * there.sum(axis=1, keepdims=True), drawn.shape)
+    labels = np.broadcast_to(np.arange(near.shape[1] + DRAWN) < near.shape[1], (len(words), near.shape[1] + DRAWN))
+    others = np.concatenate([np.maximum(near, 0), drawn], axis=1)
+    return words, others, labels, np.concatenate([there, weights], axis=1, dtype=np.float32)
 
 
 # The model
@@ -160,6 +167,25 @@ def gradients(d_scores: Array, of_words: Array, of_others: Array) -> tuple[Array
 
 def log_losses(predicted: Array, labels: Array) -> Array:
     return -np.log(np.maximum(np.where(labels, predicted, 1 - predicted), 1e-9))
+
+
+def step(tables: Sequence[Variable], optimizer: optimizers.Optimizer, batch: Batch) -> float:
+    """Train on a batch, on whichever worker is free."""
+    words, others, labels, weights = batch
+    places = [row_of(words, len(tables[0])), row_of(others, len(tables[1]))]
+    rows = embedding_lookup(tables, places)  # each distinct row once, one request a server
+    predicted = likely(*rows)
+    found = gradients((predicted - labels) * weights, *rows)
+    slices = [IndexedSlices(d.reshape(-1, d.shape[-1]), ids.reshape(-1)) for d, ids in zip(found, places, strict=True)]
+    optimizer.apply_gradients(zip(slices, tables, strict=True))  # what one row has several times is summed
+    return float(np.average(log_losses(predicted, labels), weights=weights))
+
+
+def predict(tables: Sequence[Variable], batch: Batch) -> dict[str, tuple[Array, ...]]:
+    """What the metrics take of a batch, on workers, too: each example counts once."""
+    words, others, labels, weights = batch
+    predicted = likely(*embedding_lookup(tables, [row_of(words, len(tables[0])), row_of(others, len(tables[1]))]))
+    return {"loss": (log_losses(predicted, labels), weights), "auc": (labels, predicted, weights)}
 
 
 class Speed(callbacks.Callback):
@@ -288,36 +314,21 @@ def main() -> None:
         coordinator.distribute_dataset(train_text, name="train").shuffle(seed=options.seed).batch(options.batch_size)
     )
     held_out = coordinator.distribute_dataset(held_out_text, name="held out").batch(options.batch_size)
-    train, held_out = train.map(drawing(counts, options.seed)), held_out.map(drawing(counts, 3))
+    train = train.map(functools.partial(draw, shares_below(counts), options.seed))
+    held_out = held_out.map(functools.partial(draw, shares_below(counts), 3))
     tables = [of_words, of_others]
-
-    def step(batch: Batch) -> float:  # runs on whichever worker is free
-        words, others, labels, weights = batch
-        places = row_of(words, vocabulary), row_of(others, vocabulary)
-        rows = embedding_lookup(tables, places)  # each distinct row once, one request a server
-        predicted = likely(*rows)
-        found = gradients((predicted - labels) * weights, *rows)
-        slices = [
-            IndexedSlices(d.reshape(-1, d.shape[-1]), ids.reshape(-1)) for d, ids in zip(found, places, strict=True)
-        ]
-        adagrad.apply_gradients(zip(slices, tables, strict=True))  # what one row has several times is summed
-        return float(np.average(log_losses(predicted, labels), weights=weights))
-
-    def predict(batch: Batch) -> dict[str, tuple[Array, ...]]:  # on workers, too: each example counts once
-        words, others, labels, weights = batch
-        predicted = likely(*embedding_lookup(tables, [row_of(words, vocabulary), row_of(others, vocabulary)]))
-        return {"loss": (log_losses(predicted, labels), weights), "auc": (labels, predicted, weights)}
+    predicting = functools.partial(predict, tables)
 
     scored = {"loss": metrics.Mean(), "auc": metrics.AUC(num_thresholds=1000)}
     speed, backup = Speed(train), []
     if options.checkpoints:
         backup = [callbacks.BackupAndRestore(str(options.checkpoints.resolve()), delete_checkpoint=False)]
     coordinator.fit(
-        step,
+        functools.partial(step, tables, adagrad),  # at the top level: it runs without pickles, too (--no-pickle)
         train,
         epochs=options.epochs,
         validation_data=held_out,
-        validation_step=predict,
+        validation_step=predicting,
         validation_metrics=scored,
         callbacks=[speed, *backup],
     )
@@ -331,7 +342,7 @@ def main() -> None:
     print(strategy.placement())
     print(speed)
     by_frequency, by_pairs = baselines(train_text, held_out.local(), counts)
-    reached = coordinator.evaluate(predict, held_out, scored)["auc"]
+    reached = coordinator.evaluate(predicting, held_out, scored)["auc"]
     print(f"held-out AUC {reached:.4f}; {by_frequency:.4f} by frequency alone, {by_pairs:.4f} by counting pairs")
     names, rows = [words[each] for each in groups], embedding_lookup(of_words, row_of([*groups], vocabulary))
     draw_picture(options.picture, rows, names, list(groups.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import signal
@@ -78,7 +79,7 @@ def test_sentences(word2vec: ModuleType) -> None:
 def test_windows_end_with_the_sentence(word2vec: ModuleType) -> None:
     """Near are WINDOW words before and behind, of the same sentence, however much is read at once."""
     ids = {word: number for number, word in enumerate("abcdefghij")}
-    windows = word2vec.Windows(["abc", "defghxij"], ids, np.ones(10))
+    windows = word2vec.Windows.of(["abc", "defghxij"], ids, np.ones(10))
     words, near = windows.read(0, 10)
     assert word2vec.WINDOW == 3
     assert words.tolist() == list(range(10))
@@ -111,14 +112,14 @@ def test_frequent_words_are_thinned_out(word2vec: ModuleType) -> None:
 def test_what_is_drawn_is_of_the_batch_alone(word2vec: ModuleType) -> None:
     """A batch read again has the same words drawn, another one others; they are drawn as often as the paper says."""
     counts = np.array([1000, 100, 100, 10])
-    draw = word2vec.drawing(counts, 0)
+    draw = functools.partial(word2vec.draw, word2vec.shares_below(counts), 0)
     rng = np.random.default_rng(0)
     words, near = rng.integers(4, size=4000), rng.integers(-1, 4, size=(4000, 6))
     first, again, other = draw((words, near)), draw((words.copy(), near.copy())), draw((words[::-1], near))
     for one, two in zip(first, again, strict=True):
         np.testing.assert_array_equal(one, two)
     assert (first[1][:, 6:] != other[1][:, 6:]).any()
-    assert (first[1][:, 6:] != word2vec.drawing(counts, 1)((words, near))[1][:, 6:]).any()
+    assert (first[1][:, 6:] != word2vec.draw(word2vec.shares_below(counts), 1, (words, near))[1][:, 6:]).any()
     drawn = np.bincount(first[1][:, 6:].ravel(), minlength=4) / first[1][:, 6:].size
     np.testing.assert_allclose(drawn, counts**0.75 / (counts**0.75).sum(), atol=0.02)
     there = (near >= 0).sum(axis=1)

@@ -42,7 +42,7 @@ from pscluster.coordinator.job.progress import decoded
 from pscluster.core.cluster.spec import TFConfig, parse_address
 from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError, from_kind
 from pscluster.core.functions.definitions import capture, resolve, split_off_bulk
-from pscluster.core.functions.policy import Trust, settle, trust
+from pscluster.core.functions.policy import SerializationPolicy, choose, chosen_policy
 from pscluster.core.ids import VERSION
 from pscluster.core.limits import MAX_CALL_BYTES
 from pscluster.core.role.node import NodeService
@@ -614,7 +614,7 @@ import dataclasses, functools, math
 from pathlib import Path
 import numpy as np
 
-RATE, TABLE = 0.5, np.arange(9)
+RATE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -622,18 +622,12 @@ class Batch:
     of: object = None
 
 class Model:
-    def __init__(self):
-        self.w, self.steps = np.ones(3), [1, (2, "a")]
-    def step(self, x):
-        return x @ self.w * RATE
     @classmethod
     def named(cls, x):
         return cls.__name__, x
 
-def outer(*held):
-    def inner(x):
-        return held, TABLE[x], math.floor(RATE), Batch(x)
-    return inner
+def step(*held):
+    return held, math.floor(RATE)
 """
 
 
@@ -649,20 +643,19 @@ class _Functions:
         (folder / f"{name}.py").write_text(_STEPS)
         sys.path.append(str(folder))
         module = importlib.import_module(name)
-        self._trust = Trust(False, "pickles are off here", (folder.resolve(),), is_worker=True)
+        self._policy = SerializationPolicy(False, "pickles are off here", (folder.resolve(),), is_worker=True)
         np.save(folder / "mapped.npy", np.arange(12.0).reshape(3, 4))
-        model = module.Model()
+        mapped = MappedArray.of(np.load(folder / "mapped.npy", mmap_mode="r"))
         found = (
-            module.outer,
+            module.step,
             module.Model.named,
-            model.step,
-            module.outer(model, np.arange(3000), module.Batch(1)),
-            functools.partial(module.outer(2), Path("/a"), k=np.dtype("f4")),
-            functools.partial(module.outer, MappedArray.of(np.load(folder / "mapped.npy", mmap_mode="r"))),
+            functools.partial(module.step, np.arange(30_000), module.Batch(1, [module.step]), k="a"),
+            functools.partial(module.step, functools.partial(module.Model.named, module.Batch)),
+            functools.partial(module.step, mapped),
         )
         self._forms: list[tuple[bytes, memoryview]] = []
         for each in found:
-            (form,) = capture(each, trusted=self._trust).forms()
+            (form,) = capture(each, policy=self._policy).forms()
             bulk = split_off_bulk(form)
             self._forms.append((form.SerializeToString(), memoryview(bulk)))
 
@@ -673,8 +666,8 @@ class _Functions:
     def resolve(self, data: bytes) -> None:
         """One definition. A file that is not here is asked for again, by value."""
         form = definition_pb2.Definition.FromString(data[1:])
-        before = trust()
-        settle(self._trust)
+        before = chosen_policy()
+        choose(self._policy)
         try:
             found = resolve(form, self._forms[data[0] % len(self._forms)][1] if data else b"", _refuse_handle)
             for each in found.args if isinstance(found, functools.partial) else ():
@@ -682,7 +675,7 @@ class _Functions:
                     with contextlib.suppress(OSError):  # it is not there
                         each.open().tolist()
         finally:
-            settle(before)
+            choose(before)
 
 
 def _tf_config(data: bytes) -> None:

@@ -77,7 +77,7 @@ def test_digits(hooked: Hooked) -> None:
 
 @pytest.mark.timeout(300)
 def test_word2vec(hooked: Hooked, tmp_path: Path) -> None:
-    """Datasets of objects of the script's own classes, `fit`, evaluation and checkpoints; and going on from one."""
+    """A dataset of a dataclass of the script's, `fit`, evaluation and checkpoints; and going on from one."""
     command = ("run", "--ps", "2", "--workers", "2", "--max-restarts", "0", "--no-pickle")
     options = (str(EXAMPLES / "word2vec.py"), "--files", topics(tmp_path), *SMALL, "--batch-size", "500")
     kept = ("--checkpoints", str(tmp_path / "kept"), "--picture", str(tmp_path / "picture.png"))
@@ -100,8 +100,7 @@ from pscluster.coordinator import (
     metrics, optimizers,
 )
 
-SCALE = np.float32(2) * 3                       # computed: sent as it is
-FOLDER = Path(sys.argv[0]).parent               # no data: made anew where the file is imported
+SCALE = np.float32(2) * 3                       # made anew where the file is imported
 
 @dataclasses.dataclass(frozen=True)
 class Halving(rules.UpdateRule):
@@ -119,8 +118,10 @@ class Answer:
 class Refusal(ValueError):
     """An error of the user's own."""
 
+@dataclasses.dataclass
 class Largest:
     """A metric of the user's own."""
+    name: str = "largest"
     def initial(self):
         return {"largest": np.full((), -1e9)}
     def update(self, state, values):
@@ -133,8 +134,31 @@ class Largest:
 def sevens(shape, dtype):
     return np.full(shape, 7, dtype)
 
-def add():                                      # uses globals that only the part below makes
+def filled(value, shape, dtype):
+    return np.full(shape, value, dtype)
+
+def add(w):
     w.assign_add(np.full(4, SCALE, np.float32))
+
+def first_of(iterator):
+    return next(iterator)
+
+def uses_a_global():
+    w.assign_add(np.ones(4, np.float32))        # which only the part below makes
+
+def shifted(shift, x):
+    return x + shift
+
+def fit_step(w, sgd, batch):
+    x = w.numpy()
+    sgd.apply_gradients([(np.zeros(4, np.float32), w)])
+    return float(batch.mean())
+
+def score(w, batch):
+    return batch - w.numpy()[0]
+
+def total_of(part):
+    return sum(map(np.sum, part))
 
 def answer(given):
     return Answer(given.number + 1, given.array * 2)
@@ -156,11 +180,10 @@ if __name__ == "__main__":
         LocalCluster(2, 2, allow_pickle=False, durability="log", state_dir=sys.argv[1]) as cluster,
         ParameterServerStrategy(cluster, FixedShardsPartitioner(2)) as strategy,
     ):
-        eights = np.full(3, 8.0)
         with strategy.scope():
             w = Variable(np.zeros(4, np.float32), name="w")
             born = Variable(sevens, shape=(5,), name="born")
-            closed = Variable(lambda shape, dtype: np.full(shape, eights[0], dtype), shape=(3,), name="closed")
+            closed = Variable(functools.partial(filled, np.float64(8)), shape=(3,), name="closed")
             SGD = optimizers.SGD(schedules.ExponentialDecay(0.5, 10, 0.5))
             total = metrics.Mean("total")
             halving = optimizers.Optimizer(Halving(learning_rate=0.5))
@@ -168,7 +191,7 @@ if __name__ == "__main__":
         coordinator = ClusterCoordinator(strategy)
 
         for _ in range(20):
-            coordinator.schedule(add)
+            coordinator.schedule(add, args=(w,))
         coordinator.join()
         print("w", w.numpy().tolist(), "born", born.numpy().tolist(), "closed", closed.numpy().tolist())
 
@@ -177,35 +200,26 @@ if __name__ == "__main__":
 
         iterator = iter(coordinator.create_per_worker_dataset(counted))
         given = iter(coordinator.create_per_worker_dataset([5, 6]))
-        values = [coordinator.schedule(lambda i: next(i), args=(iterator,)) for _ in range(4)]
-        first = coordinator.schedule(lambda i: next(i), args=(given,)).fetch()
+        values = [coordinator.schedule(first_of, args=(iterator,)) for _ in range(4)]
+        first = coordinator.schedule(first_of, args=(given,)).fetch()
         print("workers", set(coordinator.fetch(values)) <= {0, 1}, "given", first)
 
-        shift = 10
         halving.apply_gradients([(np.ones(4, np.float32), halved)])
         print("halved", halved.numpy().tolist())
 
-        data = coordinator.distribute_dataset(np.arange(100.0)).map(lambda x: x + shift).batch(10)
-
-        def fit_step(batch):
-            x = w.numpy()
-            SGD.apply_gradients([(np.zeros(4, np.float32), w)])
-            return float(batch.mean())
-
-        history = coordinator.fit(fit_step, data, epochs=1, verbose=0)
+        data = coordinator.distribute_dataset(np.arange(100.0)).map(functools.partial(shifted, 10)).batch(10)
+        history = coordinator.fit(functools.partial(fit_step, w, SGD), data, epochs=1, verbose=0)
         print("loss", history.history["loss"])
-
-        def score(batch):
-            return batch - w.numpy()[0]
 
         named = {"largest": Largest(), "mean": metrics.Mean()}
         for concurrent in (False, True):
-            print("scores", coordinator.evaluate(score, data, named, concurrent=concurrent))
+            print("scores", coordinator.evaluate(functools.partial(score, w), data, named, concurrent=concurrent))
 
-        (FOLDER / "numbers.txt").write_text("1 2 3")
-        files = coordinator.distribute_dataset([str(FOLDER / "numbers.txt")], reader=numbers_of).batch(3)
+        numbers = Path(sys.argv[0]).parent / "numbers.txt"
+        numbers.write_text("1 2 3")
+        files = coordinator.distribute_dataset([str(numbers)], reader=numbers_of).batch(3)
         for part in files:
-            print("file", coordinator.schedule(lambda part: sum(map(np.sum, part)), args=(part,)).fetch())
+            print("file", coordinator.schedule(total_of, args=(part,)).fetch())
 
         with CheckpointManager(sys.argv[1] + "-checkpoints", strategy=strategy) as manager:
             manager.save()
@@ -213,9 +227,14 @@ if __name__ == "__main__":
         strategy.restore_or_initialize(sys.argv[1] + "-checkpoints")
         print("restored", w.numpy().tolist())
         cluster.kill("ps", 0)
-        coordinator.schedule(add)
+        coordinator.schedule(add, args=(w,))
         coordinator.join()
         print("after a death", w.numpy().tolist())
+        for refused in (uses_a_global, lambda: 1):
+            try:
+                coordinator.schedule(refused)
+            except TypeError as error:
+                print(error)
         try:
             coordinator.schedule(refuse).fetch()
         except Refusal as error:
@@ -249,6 +268,8 @@ def test_whatever_runs_on_workers_and_servers(hooked: Hooked, tmp_path: Path) ->
         "file 6.0",
         "restored [120.0, 120.0, 120.0, 120.0]",
         "after a death [126.0, 126.0, 126.0, 126.0]",
+        "uses_a_global can't be sent without a pickle: it uses the global 'w' of everything.py, a pscluster.",
+        "<lambda> can't be sent without a pickle: it is a lambda: write it as a function at the top level of",
         "refused ('no', 3)",
     ):
         assert line in output, output
@@ -289,6 +310,11 @@ with strategy.scope():
     except Exception as error:
         print("initializer", type(error).__name__, error)
 coordinator = ClusterCoordinator(strategy)
+def named(): return 1
+try:
+    coordinator.schedule(named)
+except Exception as error:
+    print("named", type(error).__name__, error)
 try:
     coordinator.schedule(lambda: 1)
     print("scheduled")
@@ -319,9 +345,11 @@ def refusals(
 def test_the_sender_refuses(tmp_path: Path) -> None:
     """`schedule` and `Variable` say that it can't be sent, why, and how to mend it."""
     output, _ = refusals(tmp_path, {}, {"PSCLUSTER_ALLOW_PICKLE": "0"})
-    why = r"script.py has no `if __name__ == \"__main__\":`, and to take a function from it a worker has to import it"
+    why = r"it is a lambda: write it as a function at the top level of script.py"
     assert re.search(rf"step TypeError <lambda> can't be sent without a pickle: {why}.*{SENTENCE}", output), output
     assert re.search(rf"initializer TypeError <lambda> can't be sent without a pickle: {why}", output), output
+    why = r"script.py has no `if __name__ == \"__main__\":`, and to take a function from it a worker has to import it"
+    assert re.search(rf"named TypeError named can't be sent without a pickle: {why}.*{SENTENCE}", output), output
     assert "scheduled" not in output
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pscluster.v1 import value_pb2 as pscluster_dot_v1_dot_value__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpscluster/v1/definition.proto\x12\x0cpscluster.v1\x1a\x18pscluster/v1/value.proto\"\xed\x01\n\nDefinition\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06module\x18\x02 \x01(\t\x12\x10\n\x08qualname\x18\x03 \x01(\t\x12\x13\n\x0bsource_path\x18\x04 \x01(\t\x12\x15\n\rsource_digest\x18\x05 \x01(\t\x12\x0f\n\x07\x66olders\x18\x07 \x03(\t\x12(\n\x08\x61ssembly\x18\x06 \x01(\x0b\x32\x16.pscluster.v1.Assembly\x12\x0e\n\x06\x61rrays\x18\x0e \x01(\x0c\x12\x0e\n\x06pickle\x18\x0f \x01(\x0c\x12&\n\x07renamed\x18\x08 \x03(\x0b\x32\x15.pscluster.v1.Renamed\"G\n\x07Renamed\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x10\n\x08new_kind\x18\x03 \x01(\t\x12\x0f\n\x07new_key\x18\x04 \x01(\t\"m\n\x08\x41ssembly\x12\'\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x18.pscluster.v1.SourceFile\x12)\n\x05parts\x18\x02 \x03(\x0b\x32\x1a.pscluster.v1.AssemblyPart\x12\r\n\x05sizes\x18\x03 \x03(\x04\"\x8a\x01\n\nSourceFile\x12\x0e\n\x06module\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12$\n\x07globals\x18\x04 \x01(\x0b\x32\x13.pscluster.v1.Value\x12(\n\x0bown_globals\x18\x05 \x01(\x0b\x32\x13.pscluster.v1.Value\"\xa5\x02\n\x0c\x41ssemblyPart\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.pscluster.v1.AssemblyPart.Kind\x12\x0c\n\x04\x66ile\x18\x02 \x01(\r\x12\x0e\n\x06module\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0c\n\x04line\x18\x05 \x01(\r\x12\x0f\n\x07ordinal\x18\x06 \x01(\r\x12\"\n\x05value\x18\x07 \x01(\x0b\x32\x13.pscluster.v1.Value\"w\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\t\n\x05NAMED\x10\x01\x12\x08\n\x04\x43ODE\x10\x02\x12\x0b\n\x07PARTIAL\x10\x03\x12\n\n\x06METHOD\x10\x04\x12\n\n\x06OBJECT\x10\x05\x12\n\n\x06MODULE\x10\x06\x12\x08\n\x04PATH\x10\x07\x12\t\n\x05\x44TYPE\x10\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpscluster/v1/definition.proto\x12\x0cpscluster.v1\x1a\x18pscluster/v1/value.proto\"\xa3\x02\n\nDefinition\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06module\x18\x02 \x01(\t\x12\x10\n\x08qualname\x18\x03 \x01(\t\x12\x13\n\x0bsource_path\x18\x04 \x01(\t\x12\x15\n\rsource_digest\x18\x05 \x01(\t\x12\x0f\n\x07\x66olders\x18\x07 \x03(\t\x12&\n\targuments\x18\x06 \x01(\x0b\x32\x13.pscluster.v1.Value\x12\'\n\x05inner\x18\t \x03(\x0b\x32\x18.pscluster.v1.Definition\x12\r\n\x05sizes\x18\n \x03(\x04\x12\x0e\n\x06\x61rrays\x18\x0e \x01(\x0c\x12\x0e\n\x06pickle\x18\x0f \x01(\x0c\x12&\n\x07renamed\x18\x08 \x03(\x0b\x32\x15.pscluster.v1.Renamed\"G\n\x07Renamed\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x10\n\x08new_kind\x18\x03 \x01(\t\x12\x0f\n\x07new_key\x18\x04 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pscluster.v1.definition_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DEFINITION']._serialized_start=74
-  _globals['_DEFINITION']._serialized_end=311
-  _globals['_RENAMED']._serialized_start=313
-  _globals['_RENAMED']._serialized_end=384
-  _globals['_ASSEMBLY']._serialized_start=386
-  _globals['_ASSEMBLY']._serialized_end=495
-  _globals['_SOURCEFILE']._serialized_start=498
-  _globals['_SOURCEFILE']._serialized_end=636
-  _globals['_ASSEMBLYPART']._serialized_start=639
-  _globals['_ASSEMBLYPART']._serialized_end=932
-  _globals['_ASSEMBLYPART_KIND']._serialized_start=813
-  _globals['_ASSEMBLYPART_KIND']._serialized_end=932
+  _globals['_DEFINITION']._serialized_end=365
+  _globals['_RENAMED']._serialized_start=367
+  _globals['_RENAMED']._serialized_end=438
 # @@protoc_insertion_point(module_scope)

@@ -35,7 +35,7 @@ from pscluster.core.functions.definitions import (
     record_resolver,
     resolve,
 )
-from pscluster.core.functions.policy import trust_of
+from pscluster.core.functions.policy import policy_of
 from pscluster.core.values import decode, encode
 from pscluster.core.values.handles import Handle
 from pscluster.v1 import definition_pb2, value_pb2
@@ -656,13 +656,13 @@ def test_handles_under_other_names(module: Any) -> None:
     def step() -> Any:
         return thing, [thing]
 
-    captured = capture(step, rename)
+    captured = capture(step).renamed(rename)
     assert called(captured)[0] == "the worker's thing another w"
     assert seen[0] is thing
     assert captured.handles[0] is thing
     assert captured.digest != capture(step).digest
     module.SET = Thing("v")
-    captured = capture(module.uses, rename)
+    captured = capture(module.uses).renamed(rename)
     forms = len(list(captured.forms()))
     assert {called(captured, 1, form=form)[1] for form in range(forms)} == {"the worker's thing another v"}
     assert called(capture(step))[0] == "the worker's thing w"
@@ -738,7 +738,7 @@ def test_what_is_very_large_is_named(
     monkeypatch.setattr("pscluster.core.functions.definitions.LARGE_BYTES", 1 << 20)
     large, holder = np.zeros(3 << 20, np.int8), Holder(5 << 20)
     few, many = [1, "x" * (4 << 20)], [np.zeros(1 << 18, np.int8) for _ in range(8)]
-    trusted = trust_of(pickles, "")
+    policy = policy_of(pickles, "")
     for function, said in [
         (functools.partial(module.plain, large), "3 MiB ..., 3 of them its variable 'args[0]', a numpy"),
         (functools.partial(module.plain, x=few), "4 MiB ..., 4 of them its variable \"keywords['x'][1]\", a str"),
@@ -746,12 +746,12 @@ def test_what_is_very_large_is_named(
         *([(holder.step, "5 MiB ..., 5 of them its variable \"self.tables['large']\", a numpy")] * pickles),
     ]:
         caplog.clear()
-        capture(function, trusted=trusted)
+        capture(function, policy=policy)
         assert said.replace("...", "with it to every worker") in caplog.text
         assert caplog.text.rstrip().endswith("make that a Variable or a dataset, or load it in the function")
         caplog.clear()
-        capture(function, trusted=trusted, holds_data=True)
-        capture(functools.partial(module.plain, 1), trusted=trusted)
+        capture(function, policy=policy, holds_data=True)
+        capture(functools.partial(module.plain, 1), policy=policy)
         assert caplog.text == ""
 
 
@@ -767,7 +767,7 @@ def test_only_what_can_be_called_is_captured() -> None:
     ("definition", "reason"),
     [
         ({"module": "no_such_module", "qualname": "f"}, "f can't be loaded on this worker .ModuleNotFoundError: No"),
-        ({"module": "math", "qualname": "nothing"}, "math has no nothing here"),
+        ({"module": "math", "qualname": "nothing"}, "math defines no nothing here"),
         ({"module": "math", "qualname": "pi"}, "math.pi can't be called here"),
         ({"module": "textwrap", "qualname": "dedent", "source_digest": "0" * 64}, "textwrap is another version here"),
         ({"module": "__main__", "qualname": "f", "source_path": "/no/x.py", "source_digest": "0"}, "x.py is not here"),

@@ -13,7 +13,7 @@ import pytest
 
 from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError
 from pscluster.core.functions import policy
-from pscluster.core.functions.policy import Trust
+from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.worker.data.sources import MappedArray
 
 
@@ -29,13 +29,13 @@ def mapped(tmp_path: Path) -> MappedArray:
 
 
 @pytest.fixture
-def worker(tmp_path: Path, mapped: MappedArray) -> Iterator[Trust]:
+def worker(tmp_path: Path, mapped: MappedArray) -> Iterator[SerializationPolicy]:
     """Pickles are off on this worker, which was given the folder that the array is in."""
-    before = policy.trust()
-    found = policy.trust_of(False, "", [str(Path(mapped.path).parent)], {}, is_worker=True)
-    policy.settle(found)
+    before = policy.chosen_policy()
+    found = policy.policy_of(False, "", [str(Path(mapped.path).parent)], {}, is_worker=True)
+    policy.choose(found)
     yield found
-    policy.settle(before)
+    policy.choose(before)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_bytes_are_only_numbers_of_the_file(mapped: MappedArray, changed: dict[s
         replace(mapped, **changed).open()
 
 
-def test_files_outside_are_not_read(mapped: MappedArray, worker: Trust, tmp_path: Path) -> None:
+def test_files_outside_are_not_read(mapped: MappedArray, worker: SerializationPolicy, tmp_path: Path) -> None:
     """By their path, dots or a link; folders of --data-from are inside, and other roles than workers read nothing."""
     assert mapped.open().shape == (4, 3)
     own = Path(mapped.path).parent
@@ -77,9 +77,9 @@ def test_files_outside_are_not_read(mapped: MappedArray, worker: Trust, tmp_path
     for path in (str(own / "none"), "\0", "x" * 10_000):
         with pytest.raises(MisuseError, match=r"can't be read here"):
             replace(mapped, path=path).open()
-    policy.settle(replace(worker, data=(tmp_path.resolve(),)))
+    policy.choose(replace(worker, data=(tmp_path.resolve(),)))
     assert replace(mapped, path=str(own / "link.npy")).open().shape == (4, 3)
-    policy.settle(replace(worker, is_worker=False))
+    policy.choose(replace(worker, is_worker=False))
     with pytest.raises(MisuseError, match=r"only workers read data files for peers"):
         mapped.open()
 
@@ -97,7 +97,7 @@ def test_what_is_no_file_is_not_opened_for_long(mapped: MappedArray) -> None:
 def test_the_folders_of_data(tmp_path: Path) -> None:
     """Of the option or the environment; one that is not there is an error."""
     environ = {"PSCLUSTER_DATA_FROM": str(tmp_path)}
-    assert policy.trust_of(False, environ=environ).data == (tmp_path.resolve(),)
-    assert policy.trust_of(False, environ=environ, data_from=["/"]).data == (Path("/"),)
+    assert policy.policy_of(False, environ=environ).data == (tmp_path.resolve(),)
+    assert policy.policy_of(False, environ=environ, data_from=["/"]).data == (Path("/"),)
     with pytest.raises(ConfigurationError, match=r"names '/not/there', which is no folder here"):
-        policy.trust_of(False, data_from=["/not/there"])
+        policy.policy_of(False, data_from=["/not/there"])

@@ -17,13 +17,13 @@ from pscluster.core.role.server import (
     RoleOptions,
     RoleServer,
     StopRequest,
+    choose_serialization,
     data_port_option,
     listen_address,
+    log_serialization,
     own_task,
     role_options,
     run_role,
-    settle_trust,
-    tell_trust,
     with_user_token,
 )
 from pscluster.core.security.tls import Tls
@@ -60,7 +60,7 @@ def serve_worker(
         peers = ps_peers(cluster, mine.tls, mine.token)
         for peer in peers:
             peer.check_plain(insecure=mine.insecure)
-        settle_trust(address, mine, is_worker=True)
+        choose_serialization(address, mine, is_worker=True)
         identity = make_identity("worker", index)
         asked = ClientCounts(len(peers))
         servers = ServerList(index, peers, mine)
@@ -113,7 +113,7 @@ def serve_worker(
         else:
             server.ready()
             logger.info("worker %d serving on %s", index, address)
-            tell_trust()
+            log_serialization()
             if peers:
                 watched = (peers[0], identity, server.node.not_ready, stop.event)
                 threading.Thread(target=watch_listing, args=watched, name="listing", daemon=True).start()

@@ -164,7 +164,7 @@ class DistributedDataset(StaysHere):
     def _with(self, **changes: Any) -> DistributedDataset:
         mine = {"epochs": self._epochs, "elements": self._elements}
         options = {name: changes.pop(name, value) for name, value in mine.items()}
-        pipeline = dataclasses.replace(self._pipeline, _orders=[], **changes)
+        pipeline = dataclasses.replace(self._pipeline, **changes)
         return DistributedDataset(
             self._positions, pipeline, self._named, on_error=self.on_error, retries=self.retries, **options
         )

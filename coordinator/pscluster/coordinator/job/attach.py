@@ -29,7 +29,7 @@ from pscluster.core.cluster.spec import (
 )
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
-from pscluster.core.functions.policy import Trust, asked_for, trust_of
+from pscluster.core.functions.policy import SerializationPolicy, asked_for, policy_of
 from pscluster.core.ids import fresh_id, make_identity
 from pscluster.core.role.server import RoleOptions, serve_metrics, with_user_token
 from pscluster.core.security.tls import CERTIFICATE, KEY
@@ -74,7 +74,7 @@ def describe_job(
         addresses = [spec.task_address(job, i) for job in jobs for i in spec.task_indices(job)]
         token = with_user_token(options, addresses).token
     knows_peers = token is not None or (tls is not None and tls.is_mutual)
-    trusted = _trust_of(resolver, spec, knows_peers, allow_pickle, options)
+    policy = _policy_of(resolver, spec, knows_peers, allow_pickle, options)
     placer = Placer(spec.num_tasks("ps"), placement)
     options = options.with_credentials(token, tls)
     ps, workers = (
@@ -98,7 +98,7 @@ def describe_job(
         workers=[peer.index for peer in workers],
     )
     client = PsClient(ps, request.coordinator, job=request.job, incarnation=fresh_id(), retry_seconds=ps_timeout)
-    variables = VariableCreator(client, trusted, placer, partitioner)
+    variables = VariableCreator(client, policy, placer, partitioner)
     return JobContext(resolver, spec, options, client, request, variables, [*ps, *workers])
 
 
@@ -222,13 +222,13 @@ def _peer(
     return PeerAddress(job, index, spec.task_address(job, index), options.tls, options.token, why_gone)
 
 
-def _trust_of(
+def _policy_of(
     resolver: ClusterResolver | LocalCluster,
     spec: ClusterSpec,
     knows_peers: bool,
     asked: bool | None,
     options: RoleOptions,
-) -> Trust:
+) -> SerializationPolicy:
     """Whether what is sent may be pickled."""
     if asked is None and isinstance(resolver, LocalCluster):
         asked = resolver.allow_pickle
@@ -239,4 +239,4 @@ def _trust_of(
             exposed = f"the role at {addresses[0]} would take one from anybody, without a token"
         elif far := [address for address in addresses if not is_on_this_machine(address)]:
             exposed = f"the role at {far[0]} would take one from anybody, without a token"
-    return trust_of(asked_for(options.allow_pickle if asked is None else asked), exposed)
+    return policy_of(asked_for(options.allow_pickle if asked is None else asked), exposed)

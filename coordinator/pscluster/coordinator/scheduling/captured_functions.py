@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from pscluster.core.functions.capture import Captures
 from pscluster.core.functions.definitions import CapturedFunction, capture, class_definition, needs_definition
-from pscluster.core.functions.policy import Trust
+from pscluster.core.functions.policy import SerializationPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ class CapturedFunctions:
     """Those of one coordinator.
 
     Args:
-        trusted: whether they may be pickled.
+        policy: whether they may be pickled.
     """
 
-    def __init__(self, trusted: Trust) -> None:
-        self._trusted = trusted
+    def __init__(self, policy: SerializationPolicy) -> None:
+        self._policy = policy
         # By id of a function, or of an object and method of it, and gone when that is gone. Not by equality, which
         # may say anything of callable objects, and reads the values of variables.
         self._captured: dict[int, tuple[weakref.ref[Any], dict[Any, _Known]]] = {}
@@ -65,7 +65,7 @@ class CapturedFunctions:
 
     def anew(self, fn: Callable[..., Any], *, holds_data: bool = False) -> CapturedFunction:
         """Capture it, whatever was captured before."""
-        return capture(fn, trusted=self._trusted, holds_data=holds_data)
+        return capture(fn, policy=self._policy, holds_data=holds_data)
 
     def of_class(self, cls: type) -> CapturedFunction | None:
         """Return the definition of a class; None: workers have it without."""
@@ -73,7 +73,7 @@ class CapturedFunctions:
             return None
         known = self._classes.get(cls)
         if known is None:
-            known = self._classes[cls] = class_definition(cls, trusted=self._trusted)
+            known = self._classes[cls] = class_definition(cls, policy=self._policy)
         return known
 
     def _count_made(self, fn: Callable[..., Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import logging
@@ -12,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
@@ -30,7 +29,7 @@ from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.variables.evaluation_snapshot import Pins
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
-from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, capture, partial_of
+from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
 from pscluster.core.values import HandleResolver, encode_call, map_structure
 from pscluster.core.values.handles import Handle, StaysHere
 from pscluster.ps.handles.metrics import MetricLike
@@ -72,7 +71,7 @@ class FunctionQueue(StaysHere):
         self.strategy = strategy
         self.trainings_ended = 0
         self._dispatcher = dispatcher
-        self._functions = CapturedFunctions(strategy.context.variables.trusted)
+        self._functions = CapturedFunctions(strategy.context.variables.serialization)
         self._resources = itertools.count(1)
         self._per_worker = weakref.WeakValueDictionary()
         self._remains = deque()
@@ -430,7 +429,7 @@ class FunctionQueue(StaysHere):
         if shards == "auto":
             shards = 5 * len(self.context.workers)
         if concurrent:
-            return results_of(named, self._states_of_copies(step, captured.function, named, dataset, shards, timeout))
+            return results_of(named, self._states_of_copies(captured.function, named, dataset, shards, timeout))
         evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
         deadline = None if timeout is None else time.monotonic() + timeout
         found: list[RemoteValue] = []
@@ -446,7 +445,6 @@ class FunctionQueue(StaysHere):
 
     def _states_of_copies(
         self,
-        step: Callable[[Any], Any],
         captured: CapturedFunction,
         metrics: Mapping[str, MetricLike],
         dataset: DistributedDataset,
@@ -468,12 +466,9 @@ class FunctionQueue(StaysHere):
             with contextlib.suppress(IndexError):  # another evaluation has taken it
                 self._drop(self._remains.popleft())
         pins = Pins(self.context)
-        inner, shipped = captured, cast("Callable[..., Any] | FunctionHandle", step)
-        if self.context.variables.trusted.pickles:  # without them its globals can be no others than they were
-            inner = captured.renamed(pins.rename)
-            shipped = FunctionHandle(inner)
-        evaluate_shard = partial_of(captured.name, states_of, shipped, metrics)
-        function = capture(evaluate_shard, pins.rename, trusted=self.context.variables.trusted)
+        inner = captured.renamed(pins.rename)
+        evaluate_shard = partial_of(captured.name, states_of, FunctionHandle(inner), metrics)
+        function = self._functions.anew(evaluate_shard).renamed(pins.rename)
         tasks: list[Task[Call]] = []
         found: list[RemoteValue] = []
         try:
@@ -530,11 +525,9 @@ class FunctionQueue(StaysHere):
 
     def _send_pipeline(self, pipeline: Pipeline) -> Number:
         value = next(self._resources)
-        sent = dataclasses.replace(pipeline, _orders=[])  # they are made anew
         # By its number it is no other one's.
-        function = self._functions.anew(
-            partial_of(f"dataset {pipeline.name!r}", numbered, sent, value), holds_data=True
-        )
+        sent = partial_of(f"dataset {pipeline.name!r}", numbered, pipeline, value)
+        function = self._functions.anew(sent, holds_data=True)
         number = Number(value, function.handles)
         message = worker_pb2.Resource(id=number.value, definition=function.digest, distributed=True)
         self._add_resource(message, function, number)

@@ -13,7 +13,7 @@ from pscluster.coordinator.variables.partitioners import partition_for
 from pscluster.coordinator.variables.placement import Placer
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
-from pscluster.core.functions.policy import Trust
+from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.values.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.registry import handle_of
@@ -34,13 +34,15 @@ class VariableCreator:
 
     Args:
         client: of the parameter servers.
-        trusted: whether what is sent may be pickled.
+        policy: whether what is sent may be pickled.
         placer: chooses a server for each shard.
         partitioner: cuts variables that bring none of their own; None: they stay whole.
     """
 
-    def __init__(self, client: PsClient, trusted: Trust, placer: Placer, partitioner: Partitioner | None) -> None:
-        self.trusted = trusted
+    def __init__(
+        self, client: PsClient, policy: SerializationPolicy, placer: Placer, partitioner: Partitioner | None
+    ) -> None:
+        self.serialization = policy
         self._client = client
         self._placer = placer
         self._partitioner = partitioner
@@ -95,7 +97,7 @@ class VariableCreator:
             ours: it keeps something of the library's own, and is named so.
         """
         with self.reserving("variable", request.name, ours=ours) as name:
-            initial = initial_value_of(request, name, self.trusted)
+            initial = initial_value_of(request, name, self.serialization)
             shape, dtype = initial.shape, initial.dtype
             if (spec := self._live.take_variable(name, shape, dtype)) is not None:
                 with self._lock:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import capture, split_off_bulk
-from pscluster.core.functions.policy import Trust
+from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.geometry import Partition
 from pscluster.ps.handles.scope import VariableRequest
 from pscluster.ps.handles.variable import Array, whole_index
@@ -39,7 +39,7 @@ class InitialValue:
         return [np.ascontiguousarray(self.value[whole_index(block)]) for block in partition.blocks]
 
 
-def initial_value_of(request: VariableRequest, name: str, trusted: Trust) -> InitialValue:
+def initial_value_of(request: VariableRequest, name: str, policy: SerializationPolicy) -> InitialValue:
     """Return what the request asks for, checked. MisuseError, naming the variable, if that can't be."""
     initial = request.initial_value
     if initial is None:
@@ -52,7 +52,7 @@ def initial_value_of(request: VariableRequest, name: str, trusted: Trust) -> Ini
         if shape is not None:
             dtype = asked or np.dtype(np.float32)
             _check_dtype(dtype, name)
-            return InitialValue(shape, dtype, None, tuple(_initializers(initial, trusted)))
+            return InitialValue(shape, dtype, None, tuple(_initializers(initial, policy)))
         if isinstance(initial, Initializer) or not _can_be_called_without(initial):
             raise MisuseError(f"variable {name!r}: what makes its initial value needs the shape: give shape=(...)")
         initial = initial()
@@ -90,12 +90,14 @@ def _can_be_called_without(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _initializers(initial: Callable[..., Any], trusted: Trust) -> Iterator[tuple[ps_pb2.Initializer, bytes]]:
+def _initializers(
+    initial: Callable[..., Any], policy: SerializationPolicy
+) -> Iterator[tuple[ps_pb2.Initializer, bytes]]:
     if isinstance(initial, Initializer):
         kind, numbers = initial.to_spec()
         yield ps_pb2.Initializer(name=kind, numbers=json.dumps(numbers)), b""
         return
-    for form in capture(initial, trusted=trusted).forms():
+    for form in capture(initial, policy=policy).forms():
         message = ps_pb2.Initializer(function=form)
         bulk = split_off_bulk(message.function)
         yield message, bulk

@@ -20,14 +20,14 @@ import pickle  # of functions: docs/security.md says from whom  # nosec B403
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # ships neither stubs nor py.typed
 
-from pscluster.core.functions.policy import trust
-from pscluster.core.functions.scripts import UnresolvedReference
+from pscluster.core.functions.loading import UnresolvedReference
+from pscluster.core.functions.policy import chosen_policy
 from pscluster.core.functions.sources import (
     attributes_of,
     closure_of,
@@ -46,17 +46,12 @@ _registry = threading.RLock()
 _LOOK_AT = 1000  # parts of a container: there are few large ones, or very many small ones
 
 
-Rename = Callable[[Handle], tuple[str, str]]
-"""What stands for a handle: a kind and a key, its own or others."""
-
-
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
     """Handles go by name, modules that hold some are taken apart. Use under `_registry`, then `restore`."""
 
-    def __init__(self, file: io.BytesIO, own_module: str, *, whole: bool, rename: Rename | None) -> None:
+    def __init__(self, file: io.BytesIO, own_module: str, *, whole: bool) -> None:
         super().__init__(file, protocol=5)
         self._own_module = own_module
-        self._rename = rename
         self._registered: list[types.ModuleType] = []
         self._met: set[str] = set()
         self.names_own_module = False
@@ -68,8 +63,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
         if not isinstance(obj, Handle):
             return None
         self.handles.append(obj)
-        kind, key = (obj.handle_kind, obj.handle_key) if self._rename is None else self._rename(obj)
-        return (_HANDLE, kind, key)
+        return (_HANDLE, obj.handle_kind, obj.handle_key)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and obj in self._registered:
@@ -132,20 +126,19 @@ class Dumped:
     handles: tuple[Handle, ...]
 
 
-def dump(function: Any, name: str, *, whole: bool = False, rename: Rename | None = None) -> Dumped:
+def dump(function: Any, name: str, *, whole: bool = False) -> Dumped:
     """The pickle of a function or class.
 
     Args:
         function: or class.
         name: for people.
         whole: what it uses of its own module goes along, so that a worker needs not have that module.
-        rename: called with each handle for what stands for it, instead of itself.
 
     Raises:
         TypeError: something it captured can't be pickled. The message names the variable.
     """
     try:
-        return _dump(function, whole=whole, rename=rename)
+        return _dump(function, whole=whole)
     except Exception as error:
         label, culprit, reason = _blame(function, error)
         if isinstance(culprit, StaysHere):
@@ -160,11 +153,11 @@ def dump(function: Any, name: str, *, whole: bool = False, rename: Rename | None
         ) from error
 
 
-def _dump(function: Any, *, whole: bool = False, rename: Rename | None = None) -> Dumped:
+def _dump(function: Any, *, whole: bool = False) -> Dumped:
     file = io.BytesIO()
     file.write(_PYTHON)
     with _registry:
-        pickler = _Pickler(file, module_name_of(function), whole=whole, rename=rename)
+        pickler = _Pickler(file, module_name_of(function), whole=whole)
         try:
             pickler.dump(function)
         finally:
@@ -193,7 +186,7 @@ def load(data: bytes | memoryview, resolve_handle: HandleResolver) -> Any:
         UnresolvedReference: it is for another Python. Whatever the imports and classes that it names raise
             comes through as it is.
     """
-    trust().check_pickle()
+    chosen_policy().check_pickle()
     view = memoryview(data)
     if view[: len(_PYTHON)] != _PYTHON:
         written_for = bytes(view[:40]).partition(b"\n")[0].decode("ascii", "replace")

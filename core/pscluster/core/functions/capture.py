@@ -18,7 +18,6 @@ referred to weakly: values are known by their ids, and a weak reference tells wh
 
 from __future__ import annotations
 
-import dis
 import functools
 import threading
 import time
@@ -29,7 +28,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter, call, is_, itemgetter
 from typing import Any, NamedTuple
 
-from pscluster.core.functions.sources import attributes_of, is_library
+from pscluster.core.functions.sources import attributes_of, globals_read, is_library
 from pscluster.core.values.handles import Handle
 
 _PART = 24
@@ -39,7 +38,6 @@ _WHOLE_SECONDS = 0.05
 _MOST = 4000
 """Names and functions that are looked at. Whoever reaches more has a program, not a step."""
 
-_READS = frozenset(["LOAD_GLOBAL", "LOAD_NAME"])
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, functools.partial, type)
 _IN_CLASSES = (types.FunctionType, staticmethod, classmethod, property)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -274,16 +272,6 @@ class Captures:
             mine.functions += tuple(owner for owner, _ in functions)
             mine.codes += tuple(code for _, code in functions)
         self._parts = parts
-
-
-@functools.lru_cache(maxsize=4096)
-def globals_read(code: types.CodeType) -> frozenset[str]:
-    """Return the names that code, functions inside it included, looks up as globals."""
-    names = {each.argval for each in dis.get_instructions(code) if each.opname in _READS}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= globals_read(constant)
-    return frozenset(names)
 
 
 def _in_cells(function: types.FunctionType) -> list[Any]:

@@ -1,19 +1,15 @@
 """Definitions: functions and classes that travel once, and are then referred to by their digest.
 
-By reference, where the worker can find the very same: a name in a module that it can import, or in the user's
-script where loading that does nothing but define (`pscluster.core.functions.scripts` says when). The file's digest
-goes along, so that a worker with another version says so. By value, as a cloudpickle, in all other cases, and
-when a worker answers that it can't follow the reference.
-
-Where pickles are off nothing goes by value: what a reference to a file can't say goes beside it, as data
-(`pscluster.core.functions.assembling`), and classes of the script go by reference, too.
+By reference, where the worker can find the very same (`pscluster.core.functions.by_reference` says when). The file's
+digest goes along, so that a worker with another version says so. By value, as a cloudpickle, in all other cases, and
+when a worker answers that it can't follow the reference; nothing goes by value where pickles are off.
 
 What is captured is what is there at that moment: a function by value is pickled when it is captured. A
 function by reference is pickled only if a worker asks for it.
 
-One class never goes both ways to one worker, as the two would be different classes to `isinstance`: classes
-of the script always go by value, those of a module by reference unless it holds handles or the worker has
-not got it.
+One class never goes both ways to one worker, as the two would be different classes to `isinstance`: where pickles may
+travel, classes of the script always go by value, those of a module by reference unless it holds handles or the worker
+has not got it.
 """
 
 from __future__ import annotations
@@ -26,28 +22,17 @@ import logging
 import os
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pscluster.core.errors import ProtocolError, PsClusterError
-from pscluster.core.functions.assembling import Assembled, CannotGoByReferenceError, name_of
-from pscluster.core.functions.assembly import assemble, found_in
-from pscluster.core.functions.by_value import Rename, dump, largest_captured, load, module_name_of
-from pscluster.core.functions.own_modules import import_checked
-from pscluster.core.functions.policy import Trust, trust
-from pscluster.core.functions.scripts import MAIN, UnresolvedReference, load_script, loaded_scripts, script_file
-from pscluster.core.functions.source_files import codes_in
-from pscluster.core.functions.sources import (
-    digest_of,
-    import_folders,
-    is_library,
-    reaches_edited,
-    reaches_handle,
-    source_of,
-)
+from pscluster.core.functions.by_reference import MAIN, NotByReferenceError, WithoutPickle, reference_to
+from pscluster.core.functions.by_value import dump, largest_captured, load, module_name_of
+from pscluster.core.functions.loading import UnresolvedReference, found_by, import_checked, loaded_scripts
+from pscluster.core.functions.policy import SerializationPolicy, chosen_policy
+from pscluster.core.functions.sources import digest_of, import_folders, is_library, reaches_edited, source_of
 from pscluster.core.values import HandleResolver, RecordResolver, describe, imported_class
 from pscluster.core.values.handles import Handle
 from pscluster.core.values.records import is_record_class
@@ -59,7 +44,6 @@ __all__ = [
     "UnresolvedReference",
     "capture",
     "class_definition",
-    "name_of",
     "needs_definition",
     "partial_of",
     "record_resolver",
@@ -68,6 +52,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+Rename = Callable[[Handle], tuple[str, str]]
+"""What stands for a handle: a kind and a key, its own or others."""
 
 LARGE_BYTES = 64 << 20
 """A function that brings more with it is warned of, with what of it is large."""
@@ -84,18 +71,21 @@ class CapturedFunction:
     by_reference: definition_pb2.Definition | None
     """The definition to try first, if it may go by reference."""
 
-    _function: Any  # only of one by reference: the others may be forgotten, as a cache of these by function wants
-    _origin: definition_pb2.Definition
+    _function: Any = (
+        None  # only of one by reference: the others may be forgotten, as a cache of these by function wants
+    )
+    _origin: definition_pb2.Definition | None = None  # of what goes by value; None: nothing does
     _pickles: list[bytes] = field(default_factory=list)
     handles: tuple[Handle, ...] = ()  # what it captured stays in use for as long as it may be sent
-    _only: definition_pb2.Definition | None = None  # without pickles: the one form that there is
     _renamed: tuple[definition_pb2.Renamed, ...] = ()  # of the handles: what they are to be
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def nbytes(self) -> int:
-        """Of what was captured with it, about; of one by reference none."""
-        return len(self._pickles[0]) if self._pickles else len(self._origin.arrays)
+        """Of what was captured with it, about; of a name alone none."""
+        if self._pickles:
+            return len(self._pickles[0])
+        return 0 if self.by_reference is None else len(self.by_reference.arrays)
 
     @property
     def functions(self) -> Iterator[CapturedFunction]:
@@ -103,10 +93,7 @@ class CapturedFunction:
         return (handle.function for handle in self.handles if isinstance(handle, FunctionHandle))
 
     def renamed(self, rename: Rename) -> CapturedFunction:
-        """The same, as captured, but for the handles: `rename` is called with each for what it is to be.
-
-        Not of one that goes without a pickle, whose handles may be globals of a module that others use, too.
-        """
+        """The same, as captured, but for the handles: `rename` is called with each for what it is to be."""
         renamed, digest = [], hashlib.sha256(self.digest.encode())
         for handle in {(handle.handle_kind, handle.handle_key): handle for handle in self.handles}.values():
             kind, key = rename(handle)
@@ -138,24 +125,29 @@ class CapturedFunction:
         Raises:
             TypeError: it turns out that it can't be pickled.
         """
-        if self._only is not None:
-            yield self._only
-            return
         if self.by_reference is not None:
-            yield self.by_reference
+            yield self._form_of(self.by_reference)
+        if self._origin is None:
+            return
         self.by_value()
         pickles = list(self._pickles)
         for pickled in pickles:
-            form = definition_pb2.Definition()
-            form.CopyFrom(self._origin)
-            form.digest, form.pickle = self.digest, pickled
-            form.renamed.extend(self._renamed)
+            form = self._form_of(self._origin)
+            form.pickle = pickled
             if pickled is pickles[-1]:
                 form.source_digest = ""  # it brings what it needs of that module
             yield form
 
+    def _form_of(self, definition: definition_pb2.Definition) -> definition_pb2.Definition:
+        """A copy, which is sent without its bulk."""
+        form = definition_pb2.Definition()
+        form.CopyFrom(definition)
+        form.digest = self.digest
+        form.renamed.extend(self._renamed)
+        return form
+
     def __repr__(self) -> str:
-        way = "by value" if self.by_reference is None and self._only is None else "by reference"
+        way = "by value" if self.by_reference is None else "by reference"
         return f"<CapturedFunction {self.name} {way}, {self.digest[:12]}>"
 
 
@@ -174,15 +166,12 @@ class FunctionHandle(Handle):
         return self.function.digest
 
 
-def capture(
-    function: Any, rename: Rename | None = None, *, trusted: Trust | None = None, holds_data: bool = False
-) -> CapturedFunction:
+def capture(function: Any, *, policy: SerializationPolicy | None = None, holds_data: bool = False) -> CapturedFunction:
     """Capture a function, or whatever else can be called, with what it refers to.
 
     Args:
         function: to be captured.
-        rename: called with each handle that it reaches, for kind and key of what it is to have instead.
-        trusted: whether it may be pickled; default: as in this process.
+        policy: whether it may be pickled; default: this process'.
         holds_data: it is there for the data that it brings with it; else a warning names what is very large.
 
     Raises:
@@ -190,7 +179,7 @@ def capture(
     """
     if not callable(function):
         raise TypeError(f"{describe(function)} can't be scheduled: pass a function")
-    captured = _captured(function, name_of(function), rename, trusted or trust())
+    captured = _captured(function, _name_of(function), policy or chosen_policy())
     if captured.nbytes > LARGE_BYTES and not holds_data:
         label, part, size = largest_captured(function)
         most = f", {size >> 20:,} of them its variable {label!r}, {describe(part)}" if label else ""
@@ -203,43 +192,38 @@ def capture(
     return captured
 
 
-def _captured(function: Any, name: str, rename: Rename | None, trusted: Trust) -> CapturedFunction:
-    if not trusted.pickles:
-        return _without_pickle(function, name, rename, trusted)
-    reference = _reference_to(function)
+def _captured(function: Any, name: str, policy: SerializationPolicy) -> CapturedFunction:
+    if not policy.pickles:
+        try:
+            sent = WithoutPickle(function)
+        except NotByReferenceError as error:
+            raise TypeError(f"{name} can't be sent without a pickle: {error}. And {policy.why}") from None
+        return CapturedFunction(sent.definition.digest, name, sent.definition, handles=tuple(sent.handles))
+    reference = reference_to(function)
     # What workers have imported they keep: what is of another version of a file goes with all that it is made of.
     edited = reference is not None and reaches_edited(function)
     if reference is not None and not edited:
         return CapturedFunction(reference.digest, name, reference, function, _origin(function))
-    dumped = dump(function, name, whole=edited, rename=rename)
+    dumped = dump(function, name, whole=edited)
     pickles, origin = [dumped.data], _origin(function)
     if dumped.names_own_module and not is_library(module_name_of(function)):
         # Made now, not when a worker asks for it: what was captured may change. If it can't be made, the
         # worker needs the module.
         with contextlib.suppress(TypeError):
-            pickles.append(dump(function, name, whole=True, rename=rename).data)
+            pickles.append(dump(function, name, whole=True).data)
     digest = hashlib.sha256(dumped.data).hexdigest()
     return CapturedFunction(digest, name, None, None, origin, pickles, dumped.handles)
 
 
-def _without_pickle(function: Any, name: str, rename: Rename | None, trusted: Trust) -> CapturedFunction:
-    try:
-        assembled = Assembled(function, rename)
-    except CannotGoByReferenceError as error:
-        raise TypeError(f"{name} can't be sent without a pickle: {error}. And {trusted.why}") from None
-    if not assembled.named:
-        form = definition_pb2.Definition(assembly=assembled.assembly, arrays=assembled.arrays)
-        form.digest, form.module, form.qualname = assembled.digest, module_name_of(function), name
-        return CapturedFunction(form.digest, name, None, None, form, handles=assembled.handles, _only=form)
-    part = assembled.assembly.parts[0]
-    path, digest = None, ""
-    if part.file:
-        path, digest = Path(assembled.assembly.files[0].path), assembled.assembly.files[0].digest
-    form = _definition(part.module, part.name, path, digest)
-    return CapturedFunction(form.digest, name, form, None, form, _only=form)
+def _name_of(function: Any) -> str:
+    """For people."""
+    while isinstance(function, functools.partial) and "__qualname__" not in vars(function):
+        function = function.func
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return str(name).rpartition("<locals>.")[2]
 
 
-def class_definition(cls: type, *, trusted: Trust | None = None) -> CapturedFunction:
+def class_definition(cls: type, *, policy: SerializationPolicy | None = None) -> CapturedFunction:
     """Capture a class whose instances are to be sent, so that workers can be told of it like of a function.
 
     Raises:
@@ -247,7 +231,7 @@ def class_definition(cls: type, *, trusted: Trust | None = None) -> CapturedFunc
     """
     if not isinstance(cls, type):
         raise TypeError(f"{describe(cls)} is no class")
-    return capture(cls, trusted=trusted)
+    return capture(cls, policy=policy)
 
 
 def needs_definition(cls: type) -> bool:
@@ -256,8 +240,8 @@ def needs_definition(cls: type) -> bool:
 
 
 def split_off_bulk(form: definition_pb2.Definition) -> bytes:
-    """Take the pickle, or an assembly's arrays, out of a definition: they travel behind the message that it is in."""
-    bulk = form.arrays if form.HasField("assembly") else form.pickle
+    """Take the pickle, or a partial's arrays, out of a definition: they travel after the message that it is in."""
+    bulk = form.arrays or form.pickle
     form.ClearField("pickle")
     form.ClearField("arrays")
     return bulk
@@ -268,26 +252,6 @@ def partial_of(name: str, function: Callable[..., Any], *args: Any) -> Callable[
     made: Any = functools.partial(function, *args)
     made.__qualname__ = name
     return made  # type: ignore[no-any-return]  # a partial can be called
-
-
-def _reference_to(function: Any) -> definition_pb2.Definition | None:
-    module_name = getattr(function, "__module__", None)
-    qualname = getattr(function, "__qualname__", None)
-    if not isinstance(module_name, str) or not isinstance(qualname, str):
-        return None
-    if module_name == MAIN:
-        if (script := script_file(function)) is None or reaches_handle(function):
-            return None
-        return _definition(MAIN, qualname, *script)
-    module = sys.modules.get(module_name)
-    if module is None or not _is_found(function, module, qualname) or reaches_handle(function):
-        return None
-    path = source_of(module)
-    if path is None:
-        return _definition(module_name, qualname, None, "")
-    if not is_library(module_name) and not _as_written(function, path):
-        return None
-    return _definition(module_name, qualname, path, digest_of(path))
 
 
 def _origin(function: Any) -> definition_pb2.Definition:
@@ -303,37 +267,6 @@ def _origin(function: Any) -> definition_pb2.Definition:
         origin.source_path = str(path)
         origin.source_digest = "" if module_name == MAIN else digest_of(path)
     return origin
-
-
-def _definition(module: str, qualname: str, path: Path | None, source_digest: str) -> definition_pb2.Definition:
-    named = "\0".join(["reference", module, qualname, source_digest])
-    return definition_pb2.Definition(
-        digest=hashlib.sha256(named.encode()).hexdigest(),
-        module=module,
-        qualname=qualname,
-        source_path=str(path) if path else "",
-        source_digest=source_digest,
-        folders=import_folders(),
-    )
-
-
-def _is_found(function: Any, module: types.ModuleType, qualname: str) -> bool:
-    found: Any = module
-    for name in qualname.split("."):
-        found = getattr(found, name, None)
-    # A bound method is a new object every time it is looked up.
-    return found is function or (isinstance(found, types.MethodType | types.BuiltinMethodType) and found == function)
-
-
-def _as_written(function: Any, path: Path) -> bool:
-    """Is the function's code still what its file says? It is not if the file was edited since, for one."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if not isinstance(code, types.CodeType) or Path(code.co_filename).absolute() != path:
-        return True  # a class, a decorator's wrapper: nothing to compare
-    try:
-        return code in codes_in(compile(path.read_bytes(), str(path), "exec", dont_inherit=True))
-    except (OSError, SyntaxError, ValueError):
-        return False
 
 
 def resolve(
@@ -363,7 +296,7 @@ def resolve(
         raise
     except (Exception, SystemExit) as error:  # whatever modules do when they are imported, and classes when made
         mend = "or register the module with cloudpickle.register_pickle_by_value"
-        if not trust().pickles:
+        if not chosen_policy().pickles:
             mend = "or name the folder that it is in with --functions-from"
         raise UnresolvedReference(
             f"{definition.qualname or 'it'} can't be loaded on this worker ({type(error).__name__}: {error}): "
@@ -382,34 +315,22 @@ def _renaming(renamed: Sequence[definition_pb2.Renamed], resolve_handle: HandleR
 
 
 def _find(definition: definition_pb2.Definition, bulk: bytes | memoryview, resolve_handle: HandleResolver) -> Any:
-    if definition.HasField("assembly"):
-        return assemble(definition.assembly, memoryview(bulk or definition.arrays), resolve_handle)
+    if definition.HasField("arguments"):
+        return found_by(definition, memoryview(bulk or definition.arrays), resolve_handle)
     if data := bulk or definition.pickle:
-        trust().check_pickle()  # before anything is imported for it
+        chosen_policy().check_pickle()  # before anything is imported for it
         if definition.source_digest:
             import_checked(definition.module, definition.source_digest)
         return load(data, resolve_handle)
-    found: Any
-    if definition.module == MAIN:
-        found = load_script(definition.source_path, definition.source_digest)
-    else:
-        found = import_checked(definition.module, definition.source_digest)
-    if not trust().pickles:
-        return found_in(found, definition.qualname)
-    for name in definition.qualname.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            raise UnresolvedReference(f"{definition.module} has no {definition.qualname} here") from None
-    return found
+    return found_by(definition, memoryview(b""), resolve_handle)
 
 
 def _look_further(definition: definition_pb2.Definition) -> bool:
     """Import from where the coordinator does, as far as that is here, and from the worker's own folder too.
 
-    Behind what is imported from already, and not where pickles are off: there peers name no folders.
+    After what is imported from already, and not where pickles are off: there peers name no folders.
     """
-    if not trust().pickles:
+    if not chosen_policy().pickles:
         return False
     path = Path(definition.source_path)
     folders = [Path.cwd(), *map(Path, definition.folders)]
@@ -439,7 +360,7 @@ def record_resolver(definition: Callable[[str], Any] | None = None, *, may_impor
             if not isinstance(found, type):
                 raise ProtocolError(f"{module}.{qualname} was defined as something that is no class")
             return found
-        trust().check_name(module, qualname)
+        chosen_policy().check_name(module, qualname)
         if may_import:
             if module == MAIN:
                 return _class_of_script(qualname)

@@ -45,7 +45,7 @@ EVERYWHERE: dict[str, frozenset[str]] = {
     ),
     "pscluster.ps.handles.variable": frozenset(("IndexedSlices", "ShardedVariable", "Variable")),
     "pscluster.worker.data.per_worker": frozenset(("InputContext",)),
-    "pscluster.worker.strategy": frozenset(("ReduceOp", "ReduceOp.SUM", "ReduceOp.MEAN")),
+    "pscluster.worker.strategy": frozenset(("ReduceOp",)),
 }
 """By module: functions and classes."""
 
@@ -57,19 +57,6 @@ ON_WORKERS: dict[str, frozenset[str]] = {
     "pscluster.worker.training": frozenset(("logs_of_steps",)),
 }
 """These, too, on a worker."""
-
-MODULES = frozenset(
-    f"pscluster.{name}"
-    for name in (
-        "core.errors",
-        "ps.initializers",
-        "ps.handles.lookup",
-        "ps.handles.metrics",
-        "ps.optim",
-        "ps.optim.schedules",
-    )
-)
-"""Modules that may be passed as objects: the public ones whose names are in the list."""
 
 
 def is_nameable(module: str, qualname: str, *, on_worker: bool) -> bool:

@@ -1,11 +1,11 @@
-"""What code a peer may have run here: whether pickles are taken, and, where they are not, which functions by name.
+"""The serialization policy: whether pickles are taken, and, where they are not, which functions peers may name.
 
 A pickle is code: whoever may send one may run anything. So may, nearly, whoever may name any function that is installed
 (`subprocess.run`). Where pickles are off a peer therefore names only what is in files of this role's own folders, and
-in installed packages that were named to it; the library's own functions for workers and servers apart.
+in installed packages that were named to it, and what of pscluster is in a list.
 
-Settled once, when the process starts, by its options and its environment. Without a word of it pickles are taken from
-peers that have proved that they know the token.
+Chosen once, when the process starts, by its options and its environment. Unless these say otherwise, pickles are taken
+from peers that have proved that they know the token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DEEPEST = 16  # folders of a script's path that are looked for in this role's o
 
 
 @dataclass(frozen=True, slots=True)
-class Trust:
+class SerializationPolicy:
     """What is taken from peers.
 
     Attributes:
@@ -118,22 +118,22 @@ class Trust:
                     yield place
 
 
-_settled = Trust()
+_chosen = SerializationPolicy()
 
 
-def trust() -> Trust:
-    """That of this process."""
-    return _settled
+def chosen_policy() -> SerializationPolicy:
+    """Return that of this process."""
+    return _chosen
 
 
-def settle(found: Trust) -> None:
-    """For the start of a process."""
-    global _settled
-    _settled = found
+def choose(policy: SerializationPolicy) -> None:
+    """Set that of this process, when it starts."""
+    global _chosen
+    _chosen = policy
 
 
 def asked_for(flag: bool | None = None, environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Whether pickles are allowed, as the option says, else the environment; None: neither says anything.
+    """Return whether pickles are allowed, as the option says, else the environment; None: neither says anything.
 
     Raises:
         ConfigurationError: the environment says something else than yes or no.
@@ -146,7 +146,7 @@ def asked_for(flag: bool | None = None, environ: Mapping[str, str] = os.environ)
     return _WORDS[word]
 
 
-def trust_of(
+def policy_of(
     asked: bool | None,
     exposed: str = "",
     functions_from: Sequence[str] = (),
@@ -154,8 +154,8 @@ def trust_of(
     *,
     data_from: Sequence[str] = (),
     is_worker: bool = False,
-) -> Trust:
-    """The trust of a role.
+) -> SerializationPolicy:
+    """Make the policy of a role.
 
     Args:
         asked: see `asked_for`.
@@ -164,7 +164,7 @@ def trust_of(
             PYTHONPATH.
         environ: the environment.
         data_from: folders; default: as the environment says.
-        is_worker: see `Trust`.
+        is_worker: see `SerializationPolicy`.
 
     Raises:
         ConfigurationError: a folder that is not there, or what can be no package's name.
@@ -179,7 +179,7 @@ def trust_of(
     pickles = asked if asked is not None else not exposed
     folders, packages = _split(functions_from or default_functions_from(environ))
     data = _folders(data_from or [each for each in environ.get(DATA_VARIABLE, "").split(os.pathsep) if each])
-    return Trust(pickles, "" if pickles else why, folders, packages, data, is_worker)
+    return SerializationPolicy(pickles, "" if pickles else why, folders, packages, data, is_worker)
 
 
 def default_functions_from(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -219,8 +219,8 @@ def _folders(entries: Sequence[str]) -> tuple[Path, ...]:
     return tuple(Path(entry).resolve() for entry in entries)
 
 
-def find_modules(found: Trust) -> None:
-    """Let Python import what is in the folders, behind all else."""
+def find_modules(found: SerializationPolicy) -> None:
+    """Let Python import what is in the folders, after all else."""
     sys.path.extend(str(folder) for folder in found.folders if str(folder) not in sys.path)
 
 

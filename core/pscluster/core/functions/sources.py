@@ -1,7 +1,8 @@
-"""Where functions come from: their modules' files, the globals they use, and handles among those."""
+"""Where functions come from: the files of their modules, the globals that they use, and handles among those."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import itertools
@@ -10,7 +11,7 @@ import stat
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ _LOOK_AT = 1000
 """Items of a container that are searched for handles. Whoever captures more has a data set, not variables."""
 
 _PACKAGES = frozenset(["site-packages", "dist-packages"])
+_READS = frozenset(["LOAD_GLOBAL", "LOAD_NAME"])
 _LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
@@ -67,19 +69,20 @@ def _digest(path: Path, _modified: int, _size: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def names_in(code: types.CodeType) -> set[str]:
-    """What code, functions inside it included, may look up as globals; names of attributes are among them."""
-    names = set(code.co_names)
+@functools.lru_cache(maxsize=4096)
+def globals_read(code: types.CodeType) -> frozenset[str]:
+    """Return the names that code, functions inside it included, looks up as globals."""
+    names = {each.argval for each in dis.get_instructions(code) if each.opname in _READS}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= names_in(constant)
-    return names
+            names |= globals_read(constant)
+    return frozenset(names)
 
 
 def globals_of(function: types.FunctionType) -> dict[str, Any]:
-    """The globals that a function may use, as they are now."""
+    """Return the globals that a function uses, as they are now."""
     found = function.__globals__
-    return {name: found[name] for name in sorted(names_in(function.__code__)) if name in found}
+    return {name: found[name] for name in sorted(globals_read(function.__code__)) if name in found}
 
 
 def closure_of(function: types.FunctionType) -> dict[str, Any]:
@@ -147,9 +150,65 @@ def was_edited(module_name: str) -> bool:
     return _sources.setdefault(module_name, digest) != digest
 
 
+def reached(function: Any) -> Iterator[tuple[types.ModuleType | None, str, Any]]:
+    """What a function uses, itself or by the functions and classes of the user's that it reaches.
+
+    Of a global its module, its name and its value; of all else, what they close over among it, the value alone.
+    """
+    yield None, "", function
+    todo, seen = [function], set[int]()
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        found = list(_used_by(item))
+        yield from found
+        todo += [value for _, _, value in found]
+
+
+def _used_by(item: Any) -> Iterator[tuple[types.ModuleType | None, str, Any]]:
+    parts = [attributes_of(item).get("__wrapped__")]  # as `functools.wraps` leaves it
+    if isinstance(item, types.MethodType):
+        parts += [item.__func__, item.__self__]
+    elif isinstance(item, functools.partial):
+        parts += [item.func, *item.args, *item.keywords.values()]
+    elif isinstance(item, types.FunctionType):
+        parts += closure_of(item).values()
+        yield from _globals_used_by(item)
+    elif isinstance(item, type):
+        if not is_library(item.__module__):
+            parts += [*vars(item).values(), *item.__bases__]
+    elif isinstance(item, staticmethod | classmethod):
+        parts.append(item.__func__)
+    elif isinstance(item, property):
+        parts += [item.fget, item.fset]
+    yield from ((None, "", part) for part in parts)
+
+
+def _globals_used_by(function: types.FunctionType) -> Iterator[tuple[types.ModuleType | None, str, Any]]:
+    name = function.__globals__.get("__name__", "")
+    if is_library(name):
+        return
+    home = sys.modules.get(name)
+    if home is not None and vars(home) is not function.__globals__:
+        home = None  # a notebook's, perhaps
+    for name, value in globals_of(function).items():
+        yield home, name, value
+        if isinstance(value, types.ModuleType) and not is_library(value.__name__):
+            for attribute in function.__code__.co_names:
+                if attribute in vars(value):
+                    yield value, attribute, vars(value)[attribute]
+
+
 def reaches_handle(function: Any) -> bool:
-    """Does the function use a global that is a handle, itself or by the user's functions that it calls?"""
-    return _reaches(function, module_holds_handles, holds_handle)
+    """Does the function reach a handle, or a module of the user's that has one among its globals?"""
+    homes = set[str]()
+    for _, _, value in reached(function):
+        if holds_handle(value):
+            return True
+        homes.add(_home_of(value))
+    return any(map(module_holds_handles, homes))
 
 
 def reaches_edited(function: Any) -> bool:
@@ -158,31 +217,12 @@ def reaches_edited(function: Any) -> bool:
     Of its own a reference has the digest, so that a worker that has imported another version refuses it.
     """
     own = getattr(function, "__module__", "")
-    return _reaches(function, lambda name: name != own and was_edited(name), lambda _: False)
+    homes = {_home_of(value) for _, _, value in reached(function)}
+    return any(was_edited(home) for home in homes if home != own)
 
 
-def _reaches(function: Any, is_module: Callable[[str], bool], is_value: Callable[[Any], bool]) -> bool:
-    todo, seen = [function], set[int]()
-    while todo:
-        item = todo.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        todo.append(attributes_of(item).get("__wrapped__"))  # as `functools.wraps` leaves it
-        if isinstance(item, types.MethodType):
-            todo += [item.__func__, item.__self__]
-        elif isinstance(item, functools.partial):
-            todo += [item.func, *item.args, *item.keywords.values()]
-        elif isinstance(item, types.FunctionType):
-            module_name = item.__globals__.get("__name__", "")
-            if not is_library(module_name):
-                if is_module(module_name):
-                    return True
-                todo += globals_of(item).values()
-            todo += closure_of(item).values()
-        elif isinstance(item, type):
-            if is_module(item.__module__):
-                return True
-        elif is_value(item):
-            return True
-    return False
+def _home_of(value: Any) -> str:
+    """The module of a function or class."""
+    if isinstance(value, types.FunctionType):
+        return str(value.__globals__.get("__name__", ""))
+    return value.__module__ if isinstance(value, type) else ""

@@ -30,7 +30,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pscluster.core.cluster.spec import Task, TFConfig, is_loopback, is_on_this_machine, parse_address, split_address
 from pscluster.core.errors import ConfigurationError, PsClusterError
-from pscluster.core.functions.policy import add_pickle_options, asked_for, find_modules, settle, trust, trust_of
+from pscluster.core.functions.policy import (
+    add_pickle_options,
+    asked_for,
+    choose,
+    chosen_policy,
+    find_modules,
+    policy_of,
+)
 from pscluster.core.limits import MAX_MESSAGE_BYTES, connections, raise_descriptor_limit, server_options
 from pscluster.core.metrics.exposition import MetricsServer
 from pscluster.core.metrics.registry import Telemetry
@@ -192,27 +199,27 @@ def with_user_token(options: RoleOptions, addresses: Iterable[str]) -> RoleOptio
     return replace(options, token=token)
 
 
-def settle_trust(address: str, options: RoleOptions, *, is_worker: bool = False) -> None:
+def choose_serialization(address: str, options: RoleOptions, *, is_worker: bool = False) -> None:
     """Decide what this process takes from its peers. ConfigurationError if it was told nonsense."""
     exposed = ""
     known = options.token is not None or (options.tls is not None and options.tls.is_mutual)
     if not known and not (options.insecure and is_on_this_machine(address)):
         exposed = f"this role listens on {address} without a token, where anybody could send one"
-    found = trust_of(
+    found = policy_of(
         asked_for(options.allow_pickle),
         exposed,
         options.functions_from,
         data_from=options.data_from,
         is_worker=is_worker,
     )
-    settle(found)
+    choose(found)
     if not found.pickles:
         find_modules(found)
 
 
-def tell_trust() -> None:
+def log_serialization() -> None:
     """Log it, once the role serves."""
-    found = trust()
+    found = chosen_policy()
     if not found.pickles:
         places = ", ".join(map(str, (*found.folders, *found.packages))) or "nowhere"
         logger.info("%s; functions are taken from %s", found.why, places)

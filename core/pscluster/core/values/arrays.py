@@ -146,20 +146,23 @@ def _extension_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(scalar)
 
 
-def check_plain(dtype: object) -> np.dtype[Any]:
-    """The dtype itself. ProtocolError if it is none, or its elements hold pointers, which no bytes that come are."""
-    if not isinstance(dtype, np.dtype) or dtype.hasobject:
-        raise ProtocolError(f"{dtype!r:.80} came as an element type; it must be a dtype without Python objects")
-    return dtype
+def described(dtype: np.dtype[Any]) -> Any:
+    """As plain data: the name of an extension type, or what NumPy's file format says of any other one."""
+    if dtype.type.__module__.partition(".")[0] == "ml_dtypes":
+        return dtype.name
+    return np.lib.format.dtype_to_descr(dtype)
 
 
 def plain_dtype(descr: Any) -> np.dtype[Any]:
-    """The dtype that NumPy's file format describes so. ProtocolError if it is none, or one with Python objects."""
+    """The dtype that `described` describes so. ProtocolError if it is none, or its elements hold pointers."""
     try:
-        dtype = np.lib.format.descr_to_dtype(descr)
+        extension = isinstance(descr, str) and descr.isidentifier()
+        dtype = _extension_dtype(descr) if extension else np.lib.format.descr_to_dtype(descr)
     except Exception as error:  # NumPy looks into what it is given, whatever that is
         raise ProtocolError(f"{descr!r:.80} describes no element type: {error}") from None
-    return check_plain(dtype)
+    if not isinstance(dtype, np.dtype) or dtype.hasobject:
+        raise ProtocolError(f"{dtype!r:.80} came as an element type; it must be a dtype without Python objects")
+    return dtype
 
 
 def array_from(name: str, shape: tuple[int, ...], data: Buffer, *, own: bool) -> NDArray[Any]:

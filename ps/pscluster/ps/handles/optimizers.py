@@ -156,7 +156,7 @@ class Optimizer(Handle):
         creator = current_creator(f"optimizer {type(self).__name__}")
         numbers, flags = rule.to_spec()
         own = type(rule) is not optim.RULES.get(rule.name)
-        self._forms = list(capture(type(rule), trusted=creator.trusted).forms()) if own else ()
+        self._forms = list(capture(type(rule), policy=creator.serialization).forms()) if own else ()
         spec = ps_pb2.OptimizerSpec(
             rule=OWN_RULE if own else rule.name,
             numbers=numbers,

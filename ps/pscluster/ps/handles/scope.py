@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError
-from pscluster.core.functions.policy import Trust
+from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.v1 import definition_pb2, ps_pb2
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Creator(Protocol):
     """Whoever makes variables and optimizers where `Variable(...)` is called: a strategy's scope."""
 
     @property
-    def trusted(self) -> Trust:
+    def serialization(self) -> SerializationPolicy:
         """Whether what it sends to the servers may be pickled."""
         ...
 

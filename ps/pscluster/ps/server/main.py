@@ -18,13 +18,13 @@ from pscluster.core.role.server import (
     RoleOptions,
     RoleServer,
     StopRequest,
+    choose_serialization,
     data_port_option,
     listen_address,
+    log_serialization,
     own_task,
     role_options,
     run_role,
-    settle_trust,
-    tell_trust,
     with_user_token,
 )
 from pscluster.ps.server.admission import DEFAULT_MIB
@@ -66,7 +66,7 @@ def serve_ps(
 
     def serve(stop: StopRequest) -> Callable[[], None]:
         mine = with_user_token(options, [address])
-        settle_trust(address, mine)
+        choose_serialization(address, mine)
         role = ParameterServerRole(index, StateManager(durability or DurabilityOptions()), Roots(checkpoint_roots))
         service = ParameterServerService(role, in_flight_mib << 20)
         server = RoleServer(
@@ -83,7 +83,7 @@ def serve_ps(
         )
         server.ready()
         logger.info("parameter server %d serving on %s", index, address)
-        tell_trust()
+        log_serialization()
 
         def close() -> None:
             server.leave()

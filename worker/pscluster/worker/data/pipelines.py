@@ -12,8 +12,8 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -24,6 +24,7 @@ from pscluster.worker.data.sources import (
     Arrays,
     Files,
     Numbers,
+    Sent,
     Source,
     check_block,
     joined,
@@ -95,7 +96,7 @@ def _random(*seeds: int) -> np.random.Generator:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Sent):
     """A source, and what is done with its examples. Travels to the workers."""
 
     source: Source | Files
@@ -107,7 +108,6 @@ class Pipeline:
     drop_remainder: bool = False
     then: tuple[Callable[[Any], Any], ...] = ()  # for each batch
     ahead: int = 2  # batches that a worker reads before they are asked for
-    _orders: list[Order] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def length(self) -> int:
@@ -144,7 +144,7 @@ class Pipeline:
             end, block = min(begin + at_once, stop), None
             if end - begin > step:
                 with suppress(Exception):  # one by one: then it is known which can't be read
-                    block = self._block(list(self._order().pieces(epoch, begin, end)))
+                    block = self._block(list(self._order.pieces(epoch, begin, end)))
             for first in range(begin, end, step):
                 after = min(first + step, end)
                 of_it = None if block is None else map_leaves(itemgetter(slice(first - begin, after - begin)), block)
@@ -162,17 +162,17 @@ class Pipeline:
 
     def _element(self, epoch: int, start: int, stop: int, block: Any) -> Any:
         """`block`: its examples, if they were read."""
-        places = list(self._order().pieces(epoch, start, stop)) if block is None else []
+        places = list(self._order.pieces(epoch, start, stop)) if block is None else []
         try:
             return self._made(self._block(places) if block is None else block)
         except Exception as error:
-            numbers = np.concatenate([each for each, _, _ in self._order().pieces(epoch, start, stop)])
+            numbers = np.concatenate([each for each, _, _ in self._order.pieces(epoch, start, stop)])
             some = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
             what = f"the examples at {start:,} to {stop - 1:,} of epoch {epoch}, numbers {some} of the source,"
             return self._failed(what, stop - start, error)
 
     def _of_file(self, files: Files, epoch: int, place: int) -> Iterator[Any]:
-        ((numbers, _, _),) = self._order().pieces(epoch, place, place + 1)
+        ((numbers, _, _),) = self._order.pieces(epoch, place, place + 1)
         number = int(numbers[0])
         what = f"the file {files.paths[number]!r}, number {number} of the source, in epoch {epoch},"
         try:
@@ -243,14 +243,9 @@ class Pipeline:
         failure.__cause__, failure.examples = error, count
         return failure
 
+    @cached_property
     def _order(self) -> Order:
-        if not self._orders:
-            split = max(1, self.length) if isinstance(self.source, Files) else self.split
-            self._orders.append(Order(self.length, split, self.seed))
-        return self._orders[0]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_orders": []}
+        return Order(self.length, max(1, self.length) if isinstance(self.source, Files) else self.split, self.seed)
 
 
 def numbered(pipeline: Pipeline, _number: int) -> Pipeline:

@@ -12,17 +12,18 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError
-from pscluster.core.functions.policy import trust
+from pscluster.core.functions.policy import chosen_policy
 from pscluster.core.values import describe
-from pscluster.core.values.arrays import check_plain
+from pscluster.core.values.arrays import described, plain_dtype
 from pscluster.core.values.handles import Handle
 
 Numbers = npt.NDArray[np.int64]
@@ -39,6 +40,13 @@ class Source(Protocol):
         """The examples with these numbers, in this order."""
 
 
+class Sent:
+    """Base of dataclasses that are sent without what they have read so far, their cached properties."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(cast("Any", self))}
+
+
 @dataclass(frozen=True)
 class MappedArray:
     """An array in a file, or a part of one: sent by the file's name, and mapped where it is read.
@@ -47,7 +55,7 @@ class MappedArray:
     """
 
     path: str
-    dtype: np.dtype[Any]
+    dtype: Any  # as `described` says
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -61,7 +69,7 @@ class MappedArray:
         if root.filename is None or root.mode == "c" or not np.may_share_memory(root, array):  # "c": not in the file
             return None
         first, here = (each.__array_interface__["data"][0] for each in (root, array))
-        return cls(str(root.filename), array.dtype, array.shape, array.strides, root.offset + here - first)
+        return cls(str(root.filename), described(array.dtype), array.shape, array.strides, root.offset + here - first)
 
     def open(self) -> npt.NDArray[Any]:
         """Mapped, to be read only.
@@ -71,10 +79,10 @@ class MappedArray:
             ProtocolError: elements that hold pointers, or an array that does not lie within the file.
             OSError: the file can't be read.
         """
-        dtype = check_plain(self.dtype)
+        dtype = plain_dtype(self.dtype)
         if dtype.itemsize == 0 or dtype.subdtype is not None:
             raise ProtocolError(f"{dtype!r:.80} came as the element type of a file's array, which none has")
-        path = trust().data_file(str(self.path))
+        path = chosen_policy().data_file(str(self.path))
         # What is no file (a pipe, a device) must neither hold the worker nor be read; opened first, then looked at.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -91,8 +99,13 @@ class MappedArray:
             ) from None
 
 
-class Arrays:
+@dataclass(init=False, eq=False)
+class Arrays(Sent):
     """Arrays whose first axes are the examples'; tuples and dicts of such. Mapped ones are read where they lie."""
+
+    _structure: Any
+    _length: int
+    example_bytes: int
 
     def __init__(self, structure: Any) -> None:
         self._structure = map_leaves(_named, structure)
@@ -101,25 +114,25 @@ class Arrays:
             raise ValueError(f"the arrays of a source have {sorted(lengths)} examples: give arrays of one length")
         self._length = lengths.pop()
         self.example_bytes = sum(leaf.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves(structure))
-        self._opened: Any = None
 
     def __len__(self) -> int:
         return self._length
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_opened": None}
+    @cached_property
+    def _opened(self) -> Any:
+        return map_leaves(lambda leaf: leaf.open() if isinstance(leaf, MappedArray) else leaf, self._structure)
 
     def read(self, numbers: Numbers, _start: int, _stop: int, /) -> Any:
         """A copy, which the step may write to."""
-        if self._opened is None:
-            self._opened = map_leaves(
-                lambda leaf: leaf.open() if isinstance(leaf, MappedArray) else leaf, self._structure
-            )
         return map_leaves(lambda leaf: leaf.take(numbers, 0), self._opened)
 
 
-class Examples:
+@dataclass(init=False, eq=False)
+class Examples(Sent):
     """What has a length and gives an example for a number: a list, a PyTorch or Hugging Face dataset."""
+
+    _items: Any
+    _length: int
 
     def __init__(self, items: Any) -> None:
         self._items = items
@@ -139,26 +152,23 @@ class Examples:
         return [self._items[number] for number in wanted]
 
 
-class Ranges:
+@dataclass(init=False, eq=False)
+class Ranges(Sent):
     """What can read a range: `read(start, stop)` of it gives the examples, as a block. The last ones are kept."""
+
+    _reader: Any
+    _length: int
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
         self._length = len(reader)
-        self._forget()
 
-    def _forget(self) -> None:
-        self._blocks: OrderedDict[tuple[int, int], Any] = OrderedDict()
+    @cached_property
+    def _blocks(self) -> OrderedDict[tuple[int, int], Any]:
+        return OrderedDict()
 
     def __len__(self) -> int:
         return self._length
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_blocks"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
 
     def read(self, numbers: Numbers, start: int, stop: int, /) -> Any:
         """Out of the range, which is read whole."""
@@ -173,28 +183,27 @@ class Ranges:
         return take(self._blocks[place], numbers - start)
 
 
-class Made:
+@dataclass(init=False, eq=False)
+class Made(Sent):
     """A function that makes the source, called where it is read."""
+
+    _make: Callable[[], Any]
+    _length: int
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._made: Source | None = None
-        self._length = len(self._source())
+        self._length = len(self._source)
 
+    @cached_property
     def _source(self) -> Source:
-        if self._made is None:
-            self._made = source_of(self._make())
-        return self._made
+        return source_of(self._make())
 
     def __len__(self) -> int:
         return self._length
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_made": None}
-
     def read(self, numbers: Numbers, start: int, stop: int, /) -> Any:
         """As the source that was made; it must be as long here as where it was asked for its length."""
-        source = self._source()
+        source = self._source
         if len(source) != self._length:
             raise ValueError(
                 f"the function makes a source of {len(source):,} examples here, and one of {self._length:,} on the "
@@ -203,8 +212,12 @@ class Made:
         return source.read(numbers, start, stop)
 
 
+@dataclass(init=False, eq=False)
 class Files:
     """Files, each with as many examples as its reader finds; a file is visited as a whole."""
+
+    paths: list[Any]
+    _reader: Callable[[Any], Any]
 
     def __init__(self, paths: Sequence[Any], reader: Callable[[Any], Any]) -> None:
         self.paths = list(paths)
