@@ -198,7 +198,7 @@ class LinkState:
     data: DataPort = field(init=False)
 
     def __post_init__(self) -> None:
-        self.data = DataPort(str(self.peer), self.peer.token)
+        self.data = DataPort(str(self.peer), self.peer.token, self.peer.tls)
 
 
 @dataclass(frozen=True, slots=True)

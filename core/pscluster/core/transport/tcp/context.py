@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
@@ -31,8 +32,15 @@ class DataContext(grpc.ServicerContext):
     place: Place | None = None
     has_room = False
 
-    def __init__(self, connection: Connection, peer: str, call: data_plane_pb2.DataCall) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        peer: str,
+        call: data_plane_pb2.DataCall,
+        shown: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._connection = connection
+        self._shown = shown
         self._peer = peer
         self._metadata = tuple((pair.key, pair.value) for pair in call.metadata)
         self._lock = threading.Lock()
@@ -109,8 +117,8 @@ class DataContext(grpc.ServicerContext):
         return self._peer
 
     def auth_context(self) -> Mapping[str, Any]:
-        """No certificates here."""
-        return {}
+        """What the caller's certificate says, if it had to show one."""
+        return self._shown
 
     def peer_identities(self) -> None:
         """None."""
