@@ -12,11 +12,12 @@ run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter s
 test: $(STAMP)  ## all of them, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-check: $(STAMP)  ## lint, types, import direction, fresh stubs, weaknesses: ours, and known ones of what we use
+check: $(STAMP)  ## lint, types, directions and circles of imports, fresh stubs, weaknesses: ours, and known ones of what we use
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_imports.py
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive coordinator core ps worker
 	$(BIN)/python scripts/audit.py

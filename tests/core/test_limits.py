@@ -20,7 +20,8 @@ from pscluster.core.transport.channels import NODE_SERVICE
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.core.transport.methods import generic_handler
 from pscluster.core.values import decode
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2, value_pb2, worker_pb2
 from pscluster.worker.data.prefetch import Part
 from pscluster.worker.service import _check

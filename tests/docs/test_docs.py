@@ -179,3 +179,29 @@ def test_links_and_lines(name: str) -> None:
     assert [line for line in text.splitlines() if len(line) > 120] == []
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     assert [link for link in links if link and not (path.parent / link).exists()] == []
+
+
+def names_in(path: Path) -> set[str]:
+    """What a module defines at its top level, and in its classes."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.ClassDef, *functions)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, functions)}
+    return found
+
+
+def test_the_map_is_true() -> None:
+    """Every file that docs/architecture.md names is there, and has the name that stands beside it."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"`((?:core|ps|worker|coordinator)/[\w/]+\.py)`(?:[ ,|]+`([\w.]+)`)?", text)
+    assert len(rows) > 40
+    missing = []
+    for place, name in rows:
+        root = place.split("/")[0]
+        path = ROOT / root / "pscluster" / place
+        if not path.is_file() or (name and name not in names_in(path)):
+            missing.append((place, name))
+    assert missing == []

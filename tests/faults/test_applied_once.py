@@ -35,6 +35,7 @@ from pscluster.core.transport import frames as frames_module
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import padding, view
 from pscluster.ps.client import client
+from pscluster.ps.server import creation, reads, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.v1 import ps_pb2
@@ -477,7 +478,7 @@ def new_store() -> Store:
     spec = ps_pb2.VariableSpec(
         id=1, name="v", dtype="float32", shape=[1, 8], owners=[0], splits=[{"ends": [1]}, {"ends": [8]}]
     )
-    held.create(ps_pb2.CreateRequest(job=1, variable=spec), Payload([memoryview(bytes(32))]))
+    creation.create(held, ps_pb2.CreateRequest(job=1, variable=spec), Payload([memoryview(bytes(32))]))
     return held
 
 
@@ -504,7 +505,7 @@ def add_request(function: int, incarnation: int = 5) -> ps_pb2.UpdateRequest:
 def held_values(held: Store) -> list[float]:
     """The store's variable."""
     item = ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(all=True))
-    whole = b"".join(held.read(ps_pb2.ReadRequest(job=1, items=[item]), Payload([])))
+    whole = b"".join(reads.read(held, ps_pb2.ReadRequest(job=1, items=[item]), Payload([])))
     return [float(value) for value in np.frombuffer(whole, np.float32)]
 
 
@@ -512,18 +513,18 @@ def test_a_repetition_while_the_first_is_in_progress() -> None:
     """It waits for the first and finds it done, and whoever closes the incarnation waits for both."""
     held = new_store()
     request = add_request(3)
-    placed = held.check_update(request, 32)
+    placed = updates.check_update(held, request, 32)
     slow, replies, closed = Slow(), list[ps_pb2.UpdateReply](), threading.Event()
 
     def close() -> None:
         held.close_incarnation(5)
         closed.set()
 
-    first = threading.Thread(target=lambda: replies.append(held.update(request, placed, slow)))
+    first = threading.Thread(target=lambda: replies.append(updates.apply(held, request, placed, slow)))
     first.start()
     assert slow.reached.wait(PATIENCE)
     quick = Payload([view(np.ones(8, np.float32))])
-    again = threading.Thread(target=lambda: replies.append(held.update(request, placed, quick)))
+    again = threading.Thread(target=lambda: replies.append(updates.apply(held, request, placed, quick)))
     again.start()
     assert replies == []
     slow.go_on.set()
@@ -532,7 +533,7 @@ def test_a_repetition_while_the_first_is_in_progress() -> None:
     assert sorted((reply.applied, reply.repeated_) for reply in replies) == [(0, 1), (1, 0)]
     assert held_values(held) == [1] * 8
     slow = Slow()
-    first = threading.Thread(target=lambda: held.update(add_request(4), placed, slow))
+    first = threading.Thread(target=lambda: updates.apply(held, add_request(4), placed, slow))
     first.start()
     assert slow.reached.wait(PATIENCE)
     closing = threading.Thread(target=close)
@@ -542,21 +543,21 @@ def test_a_repetition_while_the_first_is_in_progress() -> None:
     closing.join(PATIENCE)
     assert held_values(held) == [2] * 8, "when the incarnation is closed, what was in progress has ended"
     with pytest.raises(StaleError):
-        held.check_update(add_request(5), 32)
+        updates.check_update(held, add_request(5), 32)
     first.join(PATIENCE)
 
 
 def test_a_function_is_shut_out_while_its_update_is_in_progress() -> None:
     """Whoever ends a function that goes on waits for what is being applied; nothing of it is applied afterwards."""
     held = new_store()
-    placed = held.check_update(add_request(3), 32)
+    placed = updates.check_update(held, add_request(3), 32)
     slow, ended = Slow(), threading.Event()
 
     def shut_out() -> None:
         held.finish_functions([(3, 4)], shut_out=True)
         ended.set()
 
-    update = threading.Thread(target=lambda: held.update(add_request(3), placed, slow))
+    update = threading.Thread(target=lambda: updates.apply(held, add_request(3), placed, slow))
     update.start()
     assert slow.reached.wait(PATIENCE)
     late = threading.Thread(target=shut_out)
@@ -564,7 +565,7 @@ def test_a_function_is_shut_out_while_its_update_is_in_progress() -> None:
 
     def is_refused() -> bool:
         with suppress(StaleError):
-            held.check_update(add_request(3), 32)
+            updates.check_update(held, add_request(3), 32)
             return False
         return True
 
@@ -575,7 +576,7 @@ def test_a_function_is_shut_out_while_its_update_is_in_progress() -> None:
         thread.join(PATIENCE)
     assert held_values(held) == [1] * 8
     with pytest.raises(StaleError, match="has ended"):
-        held.update(add_request(3), placed, Payload([view(np.ones(8, np.float32))]))
+        updates.apply(held, add_request(3), placed, Payload([view(np.ones(8, np.float32))]))
 
 
 def test_a_server_remembers_what_is_in_flight_and_no_more() -> None:
@@ -584,7 +585,7 @@ def test_a_server_remembers_what_is_in_flight_and_no_more() -> None:
     values = Payload([view(np.ones(8, np.float32))])
     for function in range(1, 20_001):
         request = add_request(function, incarnation=5 + function % 3)
-        held.update(request, held.check_update(request, 32 + padding(32)), values)
+        updates.apply(held, request, updates.check_update(held, request, 32 + padding(32)), values)
         most = max(most, held.remembered)
         if function % 500 == 0:
             held.finish_functions([(function - 499, function + 1)])
@@ -592,4 +593,4 @@ def test_a_server_remembers_what_is_in_flight_and_no_more() -> None:
     assert held.remembered == 0
     assert held_values(held) == [20_000] * 8
     with pytest.raises(StaleError, match="has ended"):
-        held.check_update(add_request(777), 32)
+        updates.check_update(held, add_request(777), 32)

@@ -18,8 +18,8 @@ import pytest
 from tests.faults.steps import note, wait_for
 from tests.faults.support import PATIENCE, stopped, until
 
-from pscluster.coordinator import strategy as strategy_module
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable, optimizers
+from pscluster.coordinator.job import attach
 from pscluster.coordinator.job.live_job import continue_job
 from pscluster.core.errors import BusyError, MisuseError, PSUnavailableError, StaleError
 from pscluster.v1 import node_pb2
@@ -245,7 +245,7 @@ def test_a_server_that_dies_before_it_is_taken(tmp_path: Path, monkeypatch: pyte
 
         left_behind(cluster, tmp_path, "Variable(np.ones(3), name='w')")
         with monkeypatch.context() as patch:
-            patch.setattr(strategy_module, "continue_job", late)
+            patch.setattr(attach, "continue_job", late)
             with pytest.raises(PSUnavailableError, match="has lost its shards of all variables: start a new"):
                 ParameterServerStrategy(cluster, job_name="job")
         with ParameterServerStrategy(cluster, job_name="job") as strategy, strategy.scope():

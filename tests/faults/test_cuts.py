@@ -311,7 +311,7 @@ def test_what_is_ended_and_goes_on(job: Job, how: str, tmp_path: Path) -> None:
     others = [coordinator.schedule(abs, args=(-number,)) for number in range(5)]
     wait_for(folder, "begun")
     with CheckpointManager(str(tmp_path / "checkpoints"), strategy=job.strategy, barrier_timeout=PATIENCE) as manager:
-        before = job.strategy.partly_applied.count
+        before = job.strategy.context.partly_applied.count
         if how == "cancelled":
             coordinator.fetch(others, PATIENCE)
             assert value.cancel()

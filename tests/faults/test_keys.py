@@ -20,7 +20,7 @@ from pscluster.coordinator.api import (
     ParameterServerStrategy,
     Variable,
 )
-from pscluster.coordinator.checkpoints import manager as manager_module
+from pscluster.coordinator.checkpoints import restore_plan
 from pscluster.core.errors import MisuseError
 
 SCRIPT = """
@@ -164,7 +164,7 @@ def test_behind_a_restored_checkpoint_only_what_it_lacks_is_done_again(tmp_path:
 
 def test_many_keys_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is more than a request holds goes in pieces, and is as whole as in one."""
-    monkeypatch.setattr(manager_module, "KEYS_AT_ONCE", 16)
+    monkeypatch.setattr(restore_plan, "KEYS_AT_ONCE", 16)
     with running_job(2, 1, shards=2) as job:
         with job.strategy.scope():
             count = Variable(np.zeros(4), name="count")

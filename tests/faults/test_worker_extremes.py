@@ -235,7 +235,7 @@ def test_workers_that_are_back_at_once(tmp_path: Path) -> None:
 
         values = [job.coordinator.schedule(count, args=(number,)) for number in range(600)]
         job.until_done(values, 20)
-        links = job.coordinator._dispatcher._links
+        links = job.coordinator._dispatcher._workers
         seen = {link.connection.incarnation for link in links if link.connection is not None}
         killed: set[int] = set()
         for round_ in range(30):

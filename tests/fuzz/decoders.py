@@ -52,7 +52,8 @@ from pscluster.core.transport.tcp.packets import ClosedError, Connection, Kind, 
 from pscluster.core.values import decode, decode_call, encode, encode_call
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.optim.schedules import ExponentialDecay
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.storage import generations as durable_files
 from pscluster.ps.storage import log as durable_log
 from pscluster.ps.storage import tensor_files

@@ -19,7 +19,8 @@ from tests.conftest import OpenCall
 
 from pscluster.core.errors import PsClusterError
 from pscluster.core.transport.frames import pack, padding, unpack
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2
 
 JOB = 77

@@ -59,7 +59,8 @@ from pscluster.core.transport.methods import Method, Stub, methods
 from pscluster.core.transport.tcp.client import DataPort, DataStream, Where
 from pscluster.core.transport.tcp.encryption import TlsConnection
 from pscluster.core.transport.watchdog import Patience
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 
@@ -817,7 +818,7 @@ def test_a_local_cluster_that_others_reach() -> None:
             assert np.unique(table.numpy()).tolist() == [12.0]
             server = strategy.client._servers[0]
             server.give_back(session := server.take_session())
-            links = coordinator._dispatcher._links
+            links = coordinator._dispatcher._workers
             until(lambda: all(link.connection and link.connection._stream for link in links), "all are connected")
             streams = [session._stream, *(link.connection._stream for link in links if link.connection)]
             assert {type(cast(DataStream, stream)._connection) for stream in streams} == {TlsConnection}

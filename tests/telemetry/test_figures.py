@@ -18,10 +18,11 @@ from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.core.metrics.registry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
-from pscluster.ps.read_plans import PreparedRead
 from pscluster.ps.request_metrics import ServiceCounts, VariableCounts
 from pscluster.ps.server.admission import Budget
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.prepared_reads import PreparedRead
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.telemetry import ServerTelemetry
 from pscluster.ps.spec import OURS, PINNED
 from pscluster.v1 import node_pb2

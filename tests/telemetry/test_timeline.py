@@ -14,9 +14,9 @@ import pytest
 from tests.faults.steps import die_once
 from tests.faults.support import running_job
 
-from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, Variable
+from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.coordinator.observability.job_metrics import Attempt
-from pscluster.coordinator.observability.timeline import Recorded, Span, events_of, together
+from pscluster.coordinator.observability.timeline import Recorded, Span, collect, events_of, together
 from pscluster.core.metrics.trace import EACH, MAX_FUNCTIONS
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
@@ -101,6 +101,14 @@ def test_a_step_is_a_row(sharding_strategy: ParameterServerStrategy, tmp_path: P
     assert sum(len(events) for (process, _), events in rows.items() if process == WORKERS) == 33
 
 
+def test_the_next_job_has_nothing_of_the_last(cluster: LocalCluster) -> None:
+    """Its functions have the same numbers."""
+    for _ in range(2):
+        with ParameterServerStrategy(cluster) as strategy:
+            ClusterCoordinator(strategy).schedule(time.sleep, args=(0.002,)).fetch()
+            assert [run.function for role in collect(strategy.tasks) for run in role.runs] == [1]
+
+
 def slow_numbers() -> Any:
     """Data that is waited for."""
     for number in range(1000):
@@ -158,19 +166,20 @@ def test_which_servers_worked_at_the_same_time() -> None:
     ]
 
 
-@pytest.mark.parametrize("error", [-0.004, 0.0, 0.004])
+@pytest.mark.parametrize("error", [-0.6, -0.004, 0.0, 0.004, 0.6])
 def test_clocks_that_are_not_quite_known(error: float) -> None:
     """An offset that is a little wrong moves what happened elsewhere; it still lies within its cause."""
     worker, server = PeerAddress("worker", 0, "a:1"), PeerAddress("ps", 0, "b:1")
     run = node_pb2.Recorded.Run(
         function=1, attempt=1, received=105.0, begin=105.01, ready=105.02, end=105.5, how="done"
     )
+    late = node_pb2.Recorded.Run(function=1, attempt=1, received=9.0, begin=9.0, ready=9.0, end=104.9, how="done")
     asked = node_pb2.Recorded.Asked(function=1, what="pull", session="s", nth=1, begin=105.1, end=105.2)
     served = node_pb2.Recorded.Served(session="s", nth=1, what="pull", begin=55.101, end=55.199)
     events = events_of(
         [Attempt(1, "step", 1, 0, 4.0, 4.999, 5.501, "done")],
         [
-            Recorded(worker, runs=[run], asked=[asked], offset=-100.0 + error),
+            Recorded(worker, runs=[late, run], asked=[asked], offset=-100.0 + error),
             Recorded(server, served=[served], offset=-50.0 - error),
         ],
     )

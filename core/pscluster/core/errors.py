@@ -13,8 +13,7 @@
     │   ├── StaleError                           of a closed incarnation, an ended function or another job
     │   └── ProtocolError                        a message that makes no sense
     ├── UnavailableError                     the peer can't be reached; it may come back
-    │   ├── PSUnavailableError                   a parameter server died or was restarted empty
-    │   └── WorkerUnavailableError
+    │   └── PSUnavailableError                   a parameter server died or was restarted empty
     ├── CheckpointError                      a checkpoint can't be written or read: the message says which, and why
     │   └── CheckpointMisfitError                it is whole, but of other variables or optimizers than are here
     ├── WaitTimeoutError (TimeoutError)      a wait with a timeout ended without its event
@@ -94,10 +93,6 @@ class UnavailableError(PsClusterError):
 
 class PSUnavailableError(UnavailableError):
     """A parameter server died, or was restarted and has lost its variables."""
-
-
-class WorkerUnavailableError(UnavailableError):
-    """A worker can't be reached."""
 
 
 class CheckpointError(PsClusterError):

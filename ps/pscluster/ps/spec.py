@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pscluster.core.limits import MAX_HEADER_BYTES
+from typing import Any
+
+import numpy as np
+
+from pscluster.core.errors import InvalidUpdateError, ProtocolError
+from pscluster.core.geometry import Partition
+from pscluster.core.limits import MAX_HEADER_BYTES, MAX_RANK, check_name
 from pscluster.core.transport.frames import CHUNK_BYTES
 from pscluster.v1 import ps_pb2
 
@@ -40,7 +46,45 @@ COPY = "copy"
 """The initializer that takes the values of another variable's shards on the same server, and what optimizers keep
 beside them. `numbers` says of which variable, and for which optimizers."""
 
+AVERAGE = "average"
+"""Name under which the average of a shard's values is read, like a slot."""
+
+OWN_RULE = "custom"
+"""What a rule of the user's own is called in an OptimizerSpec."""
+
 
 def part_name(server: int, servers: int) -> str:
     """Of the file that one of so many servers writes of a checkpoint."""
     return f"part-{server}-of-{servers}.safetensors"
+
+
+def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
+    """The geometry that a spec describes. ProtocolError if it describes none."""
+    check_name(spec.name, "a variable's name")
+    if len(spec.shape) > MAX_RANK:
+        raise ProtocolError(f"variable {spec.name!r} has {len(spec.shape):,} axes, the limit is {MAX_RANK}")
+    try:
+        partition = Partition(tuple(spec.shape), tuple(tuple(split.ends) for split in spec.splits))
+    except ValueError as error:
+        raise ProtocolError(f"variable {spec.name!r}: {error}") from None
+    if len(spec.owners) != partition.num_shards:
+        raise ProtocolError(f"variable {spec.name!r}: {len(spec.owners)} owners for {partition.num_shards} shards")
+    return partition
+
+
+def check_kind(kind: ps_pb2.UpdateKind, dtype: np.dtype[Any], name: str) -> None:
+    """InvalidUpdateError if elements of this type can't be updated so."""
+    real_float = dtype.kind == "f" or dtype.name == "bfloat16"
+    if kind == ps_pb2.ASSIGN:
+        can = True
+    elif kind == ps_pb2.APPLY_GRADIENT:
+        can = real_float
+    elif kind == ps_pb2.DIV:
+        can = real_float or dtype.kind == "c"
+    elif kind in (ps_pb2.MIN, ps_pb2.MAX):
+        can = real_float or dtype.kind in "iu"
+    else:
+        can = real_float or dtype.kind in "ciu"
+    if not can:
+        what = ps_pb2.UpdateKind.Name(kind)
+        raise InvalidUpdateError(f"{what} of {name!r}, which is {dtype.name}: elements of this type can't")

@@ -34,14 +34,14 @@ from pscluster.coordinator import (
     Variable,
     optimizers,
 )
-from pscluster.coordinator import strategy as strategy_module
 from pscluster.coordinator.api import Checkpoint, CheckpointManager, RestoredFrom
-from pscluster.coordinator.checkpoints import manager as manager_module
+from pscluster.coordinator.checkpoints import checkpoint as checkpoint_module
 from pscluster.coordinator.checkpoints import tools
+from pscluster.coordinator.checkpoints.checkpoint import MarkedCheckpoint
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import check_whole, read_index
-from pscluster.coordinator.checkpoints.manager import MarkedCheckpoint
 from pscluster.coordinator.cli.main import cli
+from pscluster.coordinator.job import context as job_context
 from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import ps_pb2
@@ -328,13 +328,13 @@ def test_a_function_that_does_not_end(
 
     hanging = coordinator.schedule(hangs)
     until(lambda: marks(gate), "it has begun")
-    before = strategy.counts.checkpoints_failed
+    before = strategy.context.counts.checkpoints_failed
     with CheckpointManager(str(tmp_path / "checkpoints"), strategy=strategy, barrier_timeout=0.3) as manager:
         for _ in range(2):
             with pytest.raises(WaitTimeoutError, match=r"after 0\.3 s functions still run: .*hangs on worker"):
                 manager.save()
         assert manager.checkpoints == []
-        assert strategy.counts.checkpoints_failed == before + 2
+        assert strategy.context.counts.checkpoints_failed == before + 2
         coordinator.schedule(both(*pair)).fetch(PATIENCE)  # on the other worker
         path = f"{tmp_path}/written"
         with ParameterServerStrategy(elsewhere) as other:
@@ -488,7 +488,7 @@ def test_a_directory_that_goes_away(
         if when == "written":
             patch.setattr(PsClient, "checkpoint", removes)
         else:
-            patch.setattr(manager_module, "check_whole", removes_later)
+            patch.setattr(checkpoint_module, "check_whole", removes_later)
         refused(model, manager.save, "ckpt-000002")
     assert manager.checkpoints == [good]
     model.train(1)
@@ -627,7 +627,7 @@ def test_the_job_ends_while_one_is_written(tmp_path: Path, monkeypatch: pytest.M
         return write(self, path)
 
     monkeypatch.setattr(MarkedCheckpoint, "write", late)
-    monkeypatch.setattr(strategy_module, "HOPELESS", 0.1)
+    monkeypatch.setattr(job_context, "HOPELESS", 0.1)
     with running_job(restart=False) as job:
         with job.strategy.scope():
             Variable(np.arange(3), name="x")
@@ -691,7 +691,7 @@ def test_live_variables_stay(manager: CheckpointManager, model: Model, monkeypat
     manager.save()
     model.train(1)
     before = model.facts()
-    monkeypatch.setattr(ParameterServerStrategy, "resumed", True)
+    monkeypatch.setattr(job_context.JobContext, "resumed", True)
     assert manager.restore_or_initialize() is RestoredFrom.LIVE
     assert model.facts() == before
 

@@ -23,9 +23,11 @@ from pscluster.core.errors import BusyError, PsClusterError, StaleError, Unavail
 from pscluster.core.ids import make_identity
 from pscluster.core.role.node import NodeService
 from pscluster.core.transport.frames import pack, unpack
-from pscluster.ps.server import service
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper, Restored
+from pscluster.ps.server import role as role_module
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
+from pscluster.ps.storage.manager import Keeper, Restored
+from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2
 
 SERVERS = 2
@@ -94,7 +96,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         """Two servers."""
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(service, "OWN_SECONDS", 0.0)
+        self.patch.setattr(role_module, "OWN_SECONDS", 0.0)
         self.servers = [Server(index) for index in range(SERVERS)]
         self.coordinators: list[Coordinator] = []
         self.count = 0

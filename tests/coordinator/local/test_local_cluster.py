@@ -170,10 +170,11 @@ class House:
         """The command line of a program of its own that uses the stand-ins, as `house`."""
         path = self.folder / "program.py"
         head = f"""
-            import sys
+            import signal, sys
             sys.path.insert(0, {str(Path(__file__).parents[3])!r})
             from pathlib import Path
             from tests.coordinator.local.test_local_cluster import House, address_of
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, and so would be what we start
             house = House(Path({str(self.folder)!r}))
         """
         path.write_text(textwrap.dedent(head) + textwrap.dedent(text))

@@ -35,7 +35,7 @@ from pscluster.coordinator import (
     metrics,
     optimizers,
 )
-from pscluster.coordinator.scheduling import cluster_coordinator
+from pscluster.coordinator.scheduling import captured_functions
 
 FACTOR = 3
 
@@ -303,7 +303,7 @@ def test_a_line_that_makes_many_functions(
     coordinator: ClusterCoordinator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is named, once; not what is scheduled again and again, nor methods of the same object."""
-    monkeypatch.setattr(cluster_coordinator, "MANY_MADE", 20)
+    monkeypatch.setattr(captured_functions, "MANY_MADE", 20)
 
     class Model:
         def step(self, number: int) -> int:

@@ -13,6 +13,7 @@ from pscluster.coordinator.scheduling.scheduler import (
     MAX_BATCH_BYTES,
     MAX_WINDOW,
     STOP_SECONDS,
+    Ending,
     Late,
     Scheduler,
     State,
@@ -122,9 +123,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         size=st.sampled_from([1, 1, MAX_BATCH_BYTES // 2]),
         apart=st.sampled_from([False, False, True]),
         timeout=st.sampled_from([None, 1.0]),
+        retries=st.sampled_from([0, 0, 1, 3]),
+        data_retries=st.sampled_from([0, 0, 2]),
+        key=st.integers(0, 3),
     )
-    def add(self, blockers: int, size: int, apart: bool, timeout: float | None) -> Task[str]:
-        task = Task(f"payload {len(self.all)}", blockers, size, apart=apart, timeout=timeout)
+    def add(
+        self, blockers: int, size: int, apart: bool, timeout: float | None, retries: int, data_retries: int, key: int
+    ) -> Task[str]:
+        in_use = any(task.key == key for task in self.all if task not in self.ended)
+        assert self.scheduler.is_scheduled(key) == (in_use and key > 0), "a key is free again when its task has ended"
+        task = Task(
+            f"payload {len(self.all)}",
+            blockers,
+            size,
+            apart=apart,
+            timeout=timeout,
+            retries=retries,
+            data_retries=data_retries,
+            key=0 if in_use else key,
+        )
         self.scheduler.add(task)
         self.all.append(task)
         assert task.id == len(self.all), "ids rise from 1 in the order of add"
@@ -191,12 +208,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not data.draw(st.sampled_from(outcomes))(), "nobody waits for it"
         self.strays[index].remove(task)
 
-    @rule(index=workers, seconds=st.sampled_from([0.0, 0.6, STOP_SECONDS + 1]), again=st.booleans(), data=st.data())
-    def late(self, index: int, seconds: float, again: bool, data: st.DataObject) -> None:
+    def may_retry(self, task: Task[str], data_unread: bool = False) -> bool:
+        """Does it have a retry left, and does anybody want it to run again?"""
+        retries = max(task.retries, task.data_retries) if data_unread else task.retries
+        return task.failures < retries and self.error is None and task not in self.withdrawn
+
+    @rule(index=workers, seconds=st.sampled_from([0.0, 0.6, STOP_SECONDS + 1]), data=st.data())
+    def late(self, index: int, seconds: float, data: st.DataObject) -> None:
         self.now += seconds
         sent = self.sent[index]
         reached = data.draw(st.sampled_from([sent[0].position, sent[0].position - 1])) if sent else 0
-        late = self.scheduler.late(index, reached, self.now, lambda _: again)
+        late = self.scheduler.late(index, reached, self.now)
         if not sent or sent[0].position > reached:
             assert late is None
             return
@@ -210,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             front = self.front[index] = (task, task.position, self.now)
         if task.timeout is None or (over := self.now - front[2] - task.timeout) < 0:
             expected = None
-        elif not again:
+        elif not self.may_retry(task):
             expected = Late.END
         elif self.asked[index] is not task:
             expected, self.asked[index] = Late.ASK, task
@@ -291,8 +313,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers, data=st.data())
     def fail(self, index: int, data: st.DataObject) -> None:
-        if (task := self.one_sent(index, data)) is None:
-            return
+        if (task := self.one_sent(index, data)) is not None:
+            self.failed(index, task)
+
+    def failed(self, index: int, task: Task[str]) -> None:
         error = ValueError(task.payload)
         failed, cancelled = self.scheduler.fail(index, task.id, error)
         self.sent[index].remove(task)
@@ -303,6 +327,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert failed is task
             self.end([task], State.FAILED)
             assert same(cancelled, [] if task.apart else self.first_error(error))
+
+    @rule(index=workers, stopped=st.booleans(), data_unread=st.booleans(), data=st.data())
+    def ended_badly(self, index: int, stopped: bool, data_unread: bool, data: st.DataObject) -> None:
+        if (task := self.one_sent(index, data)) is None:
+            return
+        may, before = self.may_retry(task, data_unread), task.failures
+        ending = self.scheduler.ended_badly(index, task, stopped=stopped, data_unread=data_unread)
+        if stopped and (self.asked[index] is not task or self.error is not None):
+            assert ending is Ending.CANCELLED
+            self.sent[index].remove(task)
+            self.end([task], State.CANCELLED)
+            return
+        assert ending is (Ending.AGAIN if may else Ending.FAILED)
+        assert task.failures == before + may, "each retry is counted"
+        if may:
+            self.again(index, task)
+        else:
+            self.failed(index, task)
 
     @rule(index=workers, data=st.data())
     def cancelled(self, index: int, data: st.DataObject) -> None:
@@ -335,12 +377,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(index=workers, data=st.data())
     def run_again(self, index: int, data: st.DataObject) -> None:
         if (task := self.one_sent(index, data)) is not None:
-            cancelled = self.scheduler.run_again(index, [task.id])
-            self.sent[index].remove(task)
-            self.asked[index] = None if self.asked[index] is task else self.asked[index]
-            self.started[task] -= 1  # its owner counts these
-            self.begun.add(task)
-            assert same(cancelled, self.back_to_queue([task]))
+            self.again(index, task)
+
+    def again(self, index: int, task: Task[str]) -> None:
+        cancelled = self.scheduler.run_again(index, [task.id])
+        self.sent[index].remove(task)
+        self.asked[index] = None if self.asked[index] is task else self.asked[index]
+        self.started[task] -= 1  # these are failures of it
+        self.begun.add(task)
+        assert same(cancelled, self.back_to_queue([task]))
 
     @rule(index=workers)
     def lose(self, index: int) -> None:
@@ -351,6 +396,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.begun.update(self.limbo[index])
         self.sent[index], self.strays[index] = [], []
         self.up[index] = False
+        assert not self.scheduler.workers[index].idle
 
     @rule(index=workers)
     def requeue(self, index: int) -> None:
@@ -398,6 +444,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(held) == most
             assert 0 < len(tasks) < len(held)
             assert list(tasks) == held[-len(tasks) :], "the later ones: what it runs is the first"
+
+    @rule(index=workers, idle=st.booleans(), leaving=st.booleans(), recalled=st.booleans())
+    def writer(self, index: int, idle: bool, leaving: bool, recalled: bool) -> None:
+        worker = self.scheduler.workers[index]
+        worker.idle, worker.leaving, worker.recalled = idle and self.up[index], leaving, recalled
+
+    @rule()
+    def choose(self) -> None:
+        workers = self.scheduler.workers
+        free = [i for i in range(WORKERS) if workers[i].idle and not workers[i].leaving and not self.has(i)]
+        idle, count = [i for i in range(WORKERS) if workers[i].idle], self.scheduler.queued
+        woken = self.scheduler.to_wake()
+        assert len(woken) == len(set(woken))
+        assert woken == idle if len(free) < count else len(woken) == count and set(woken) <= set(free)
+        chosen = [self.scheduler.next_free() for _ in range(len(free) or 1)]
+        assert same_numbers(chosen, free or [None]), "each in turn"
+
+    @rule(index=workers)
+    def steal_for(self, index: int) -> None:
+        found, stealer = self.scheduler.to_steal(), self.scheduler.workers[index]
+        may = found is not None and not self.scheduler.workers[found[0]].recalled
+        assert self.scheduler.steal_for(index) == (found if may and stealer.idle and not self.has(index) else None)
+
+    def has(self, index: int) -> bool:
+        """Does the worker run anything?"""
+        return bool(self.sent[index] or self.strays[index])
 
     # What always holds
 
@@ -468,6 +540,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.finish(0, task.id, 0.001) is task
         self.sent[0].remove(task)
         self.end([task], State.DONE)
+
+
+def same_numbers(found: Sequence[int | None], expected: Sequence[int | None]) -> bool:
+    """The same ones, in any order."""
+    return sorted(map(str, found)) == sorted(map(str, expected))
 
 
 def same(found: Sequence[Task[str]], expected: Sequence[Task[str]]) -> bool:
@@ -596,3 +673,48 @@ def test_a_worker_of_unknown_speed_gets_one_function() -> None:
     scheduler.requeue(0)
     scheduler.worker_up(0)
     assert len(scheduler.take(0)) == 1
+
+
+def test_one_has_the_queue_to_itself() -> None:
+    """While somebody schedules exclusively, nobody else does; a full queue takes nothing from anybody."""
+    scheduler: Scheduler[int] = Scheduler(1, 1, max_queued=2)
+    assert scheduler.may_add("me")
+    assert scheduler.begin_exclusive("me")
+    assert not scheduler.begin_exclusive("other")
+    assert scheduler.may_add("me")
+    assert not scheduler.may_add("other")
+    scheduler.end_exclusive("other")
+    assert not scheduler.may_add("other"), "it was not its to end"
+    scheduler.end_exclusive("me")
+    assert scheduler.may_add("other")
+    for number in range(2):
+        scheduler.add(Task(number))
+    assert not scheduler.may_add("other")
+
+
+def test_keys_of_what_has_not_ended_are_not_forgotten() -> None:
+    """A key is told to the servers with the number of its task or later, once."""
+    scheduler, _ = scheduler_with(0)
+    task = Task(1, key=7)
+    scheduler.add(task)
+    assert scheduler.forget([7, 8]) == {8}
+    assert scheduler.take(0) == [task]
+    scheduler.finish(0, task.id, 1.0)
+    assert scheduler.forget([7]) == {7}
+    assert scheduler.take_ended() == ([task.id], {7, 8})
+    assert scheduler.take_ended() == ([], set())
+
+
+def test_a_lost_worker_tells_what_it_was_asked_to_stop() -> None:
+    """What ran too long and did not stop costs its worker, and is known for it until it is queued again."""
+    scheduler, (task,) = scheduler_with(1)
+    task.timeout, task.retries = 1.0, 1
+    scheduler.take(0)
+    assert [scheduler.late(0, 1, now) for now in (0.0, 1.0, 1.5)] == [None, Late.ASK, None]
+    assert scheduler.late(0, 1, 2.0 + STOP_SECONDS) is Late.GIVE_UP
+    scheduler.lose(0)
+    assert scheduler.was_asked_to_stop(0) is task
+    assert scheduler.retry(task)
+    assert scheduler.requeue(0) == ([], [])
+    assert scheduler.was_asked_to_stop(0) is None
+    assert not scheduler.retry(task), "that was its only retry"

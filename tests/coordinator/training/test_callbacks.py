@@ -256,7 +256,7 @@ def test_the_best_variables_come_back(
     assert (stopping.best, stopping.best_epoch) == (0, 1)
     assert model.value == 2
     assert data.epoch == 4
-    state = TrainingState(coordinator.strategy, 1)
+    state = TrainingState(coordinator.context.variables, 1)
     state.load()
     assert state.finished
     assert state.epoch == 4

@@ -153,7 +153,7 @@ def mean_loss(batches: Sequence[Array]) -> float:
 
 def runs_nothing(coordinator: ClusterCoordinator) -> bool:
     """Whether all that was scheduled has ended."""
-    return coordinator.strategy.dispatcher is not None and coordinator.strategy.dispatcher.counts() == (0, 0)
+    return coordinator.context.dispatcher is not None and coordinator.context.dispatcher.counts() == (0, 0)
 
 
 # Epochs

@@ -23,7 +23,8 @@ from pscluster.ps.client import client as client_module
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.connections import Server, Session
 from pscluster.ps.client.watchdog import Liveness
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2
 
 JOB = 7
@@ -252,7 +253,7 @@ def test_a_pull_that_is_given_up_holds_nothing() -> None:
     context = cast(grpc.ServicerContext, OpenCall())
     create = ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec), total_bytes=size, last=True)
     service.push(iter([pack(create, [bytes(size)])]), context)
-    (shard,) = role.store._variables[1].shards.values()
+    (shard,) = role.store.directory.variables[1].shards.values()
     item = ps_pb2.ReadItem(variable=1, shard=0, rows=ps_pb2.Rows(all=True))
     read = ps_pb2.Request(read=ps_pb2.ReadRequest(job=JOB, items=[item]), last=True)
     frames = cast(Any, service.pull(pack(read), context))

@@ -26,12 +26,14 @@ from tests.ps.storage.support import (
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, StaleError, UnknownVariableError
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.request_metrics import ServiceCounts
+from pscluster.ps.server import creation
 from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import COPY
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
 
 both = pytest.mark.parametrize("kind", [Durability.SNAPSHOT, Durability.LOG])
@@ -58,8 +60,8 @@ def copying(held: Store, source: int, number: int, *optimizers: int, **changes: 
 
 def make(held: Store, request: ps_pb2.CreateRequest) -> None:
     """As the service does."""
-    assert held.expected_bytes(request) is None
-    held.create(request, Payload([memoryview(b"")]))
+    assert creation.expected_bytes(held, request) is None
+    creation.create(held, request, Payload([memoryview(b"")]))
 
 
 @pytest.fixture

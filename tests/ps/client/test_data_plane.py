@@ -76,7 +76,7 @@ def test_functions_go_over_the_data_plane(cluster: LocalCluster, strategy: Param
     with ParameterServerStrategy(cluster, take_over=True) as mine:
         coordinator = ClusterCoordinator(mine)
         assert coordinator.schedule(os.getpid).fetch(PATIENCE) in cluster.pids.values()
-        links = coordinator._dispatcher._links
+        links = coordinator._dispatcher._workers
         until(lambda: all(link.connection and link.connection._stream for link in links), "all workers are connected")
         assert {type(link.connection._stream) for link in links if link.connection} == {data_client.PromptStream}
 
@@ -257,7 +257,7 @@ def test_without_a_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
         assert coordinator.schedule(lambda: float(large[3])).fetch(PATIENCE) == 3.0
         check(large)
         assert not session_of(strategy.client).direct
-        (link,) = coordinator._dispatcher._links
+        (link,) = coordinator._dispatcher._workers
         assert link.connection is not None
         assert not isinstance(link.connection._stream, data_client.DataStream)
 

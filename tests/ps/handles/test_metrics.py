@@ -32,7 +32,7 @@ def strategy(cluster: LocalCluster) -> Iterator[ParameterServerStrategy]:
 @pytest.fixture(autouse=True)
 def scope(strategy: ParameterServerStrategy) -> Iterator[None]:
     """All tests make metrics."""
-    with creating_with(strategy):
+    with strategy.scope():
         yield
 
 

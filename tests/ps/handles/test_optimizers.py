@@ -4,12 +4,13 @@ against their formulas.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,6 @@ from pscluster.coordinator import (
 from pscluster.core import errors
 from pscluster.core.values import decode, encode
 from pscluster.ps import optim
-from pscluster.ps.handles.scope import creating_with
 from pscluster.ps.optim import schedules
 
 Array = npt.NDArray[Any]
@@ -48,7 +48,7 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 @pytest.fixture(autouse=True)
 def scope(strategy: ParameterServerStrategy) -> Iterator[None]:
     """All tests make variables and optimizers."""
-    with creating_with(strategy):
+    with strategy.scope():
         yield
 
 
@@ -604,6 +604,18 @@ class TestBadGradients:
         optimizers.SGD(name="only one")
         with pytest.raises(errors.MisuseError, match="an optimizer 'only one' already"):
             optimizers.Adam(name="only one")
+
+
+@pytest.mark.parametrize("rule", optim.RULES.values(), ids=str)
+def test_the_arguments_of_optimizers_are_the_hyperparameters_of_their_rules(rule: type[optim.UpdateRule]) -> None:
+    """Each handle takes what its rule has, by position, in its order and with its defaults."""
+    handle = next(
+        each for name, each in vars(optimizers).items() if name.lower() == rule.name and isinstance(each, type)
+    )
+    taken = inspect.signature(handle).parameters.values()
+    positional = {each.name: each.default for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD}
+    declared = {item.name: item.default for item in fields(rule) if item.name != "weight_decay"}
+    assert list(positional.items()) == list(declared.items())
 
 
 @dataclass(frozen=True)

@@ -663,29 +663,29 @@ def test_numbers_become_floats() -> None:
     [
         (
             lambda: SGD(-1),
-            "sgd: learning_rate is -1, but must be a number, at least 0: the default is 0.01",
+            "sgd: learning_rate is -1; it must be a number, 0 or more: the default is 0.01",
         ),
         (
             lambda: Adam(beta_1=1.0),
-            "adam: beta_1 is 1.0, but must be a number, at least 0 and below 1: the default is 0.9",
+            "adam: beta_1 is 1.0; it must be a number, at least 0 and below 1: the default is 0.9",
         ),
         (
             lambda: Adam(epsilon=0.0),
-            "adam: epsilon is 0.0, but must be a number, above 0: the default is 1e-07",
+            "adam: epsilon is 0.0; it must be a number, above 0: the default is 1e-07",
         ),
-        (lambda: AdamW(weight_decay=-0.1), "adamw: weight_decay is -0.1, but must be a number, at least 0"),
-        (lambda: SGD(momentum=1.5), "sgd: momentum is 1.5, but must be a number, at least 0 and at most 1"),
+        (lambda: AdamW(weight_decay=-0.1), "adamw: weight_decay is -0.1; it must be a number, 0 or more"),
+        (lambda: SGD(momentum=1.5), "sgd: momentum is 1.5; it must be a number, at least 0 and at most 1"),
         (lambda: SGD(float("nan")), "sgd: learning_rate is nan"),
         (lambda: SGD(float("inf")), "sgd: learning_rate is inf"),
-        (lambda: SGD("0.1"), "sgd: learning_rate is '0.1', but must be a number"),  # type: ignore[arg-type]
-        (lambda: SGD(None), "sgd: learning_rate is None, but must be a number"),  # type: ignore[arg-type]
-        (lambda: SGD(momentum=True), "sgd: momentum is True, but must be a number"),
-        (lambda: Adam(amsgrad=1), "adam: amsgrad is 1, but must be True or False"),  # type: ignore[arg-type]
+        (lambda: SGD("0.1"), "sgd: learning_rate is '0.1'; it must be a number"),  # type: ignore[arg-type]
+        (lambda: SGD(None), "sgd: learning_rate is None; it must be a number"),  # type: ignore[arg-type]
+        (lambda: SGD(momentum=True), "sgd: momentum is True; it must be a number"),
+        (lambda: Adam(amsgrad=1), "adam: amsgrad is 1; it must be True or False"),  # type: ignore[arg-type]
         (lambda: SGD(nesterov=True), "sgd: nesterov is set, but momentum is 0: give a momentum above 0"),
-        (lambda: Ftrl(0.0), "ftrl: learning_rate is 0.0, but must be a number, above 0"),
+        (lambda: Ftrl(0.0), "ftrl: learning_rate is 0.0; it must be a number, above 0"),
         (
             lambda: Ftrl(learning_rate_power=0.5),
-            "ftrl: learning_rate_power is 0.5, but must be a number, at most 0",
+            "ftrl: learning_rate_power is 0.5; it must be a number, at most 0",
         ),
         (
             lambda: Ftrl(l2_shrinkage_regularization_strength=1, initial_accumulator_value=0),
@@ -824,5 +824,5 @@ def test_a_rule_of_ones_own() -> None:
     assert param[1] == pytest.approx(np.array([-1, 1]) * 0.8 * (1 + 0.5**0.5 + 0.5 + 0.5**1.5 + 0.25), rel=1e-2)
     assert slots["seen"].tolist() == [[0, 0], [5, 5], [0, 0]]
     assert rule.to_spec() == ({"learning_rate": 0.8, "half_life": 2.0}, {"backwards": False})
-    with pytest.raises(ValueError, match="sign-descent: half_life is 0, but must be a number, above 0"):
+    with pytest.raises(ValueError, match="sign-descent: half_life is 0; it must be a number, above 0"):
         SignDescent(half_life=0)

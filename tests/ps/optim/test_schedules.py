@@ -279,36 +279,36 @@ def test_the_schedule_begins_after_the_warm_up() -> None:
     [
         (
             lambda: ExponentialDecay(-0.1, 10, 0.5),
-            "exponential_decay: initial_learning_rate is -0.1, but must be a finite number, at least 0",
+            "exponential_decay: initial_learning_rate is -0.1; it must be a number, 0 or more",
         ),
-        (lambda: ExponentialDecay(math.nan, 10, 0.5), "initial_learning_rate is nan, but must be a finite number"),
-        (lambda: ExponentialDecay(True, 10, 0.5), "initial_learning_rate is True, but must be a finite number"),
+        (lambda: ExponentialDecay(math.nan, 10, 0.5), "initial_learning_rate is nan; it must be a number"),
+        (lambda: ExponentialDecay(True, 10, 0.5), "initial_learning_rate is True; it must be a number"),
         (lambda: ExponentialDecay("1", 10, 0.5), "initial_learning_rate is '1'"),  # type: ignore[arg-type]
-        (lambda: ExponentialDecay(0.1, 0, 0.5), "decay_steps is 0, but must be a whole number of steps, at least 1"),
-        (lambda: ExponentialDecay(0.1, 1.5, 0.5), "decay_steps is 1.5, but must be a whole"),  # type: ignore[arg-type]
-        (lambda: ExponentialDecay(0.1, True, 0.5), "decay_steps is True, but must be a whole number"),
-        (lambda: ExponentialDecay(0.1, None, 0.5), "decay_steps is None, but must be a whole"),  # type: ignore[arg-type]
-        (lambda: ExponentialDecay(0.1, 10, 0.0), "decay_rate is 0.0, but must be a finite number, above 0"),
-        (lambda: ExponentialDecay(0.1, 10, 0.5, staircase=1), "staircase is 1, but must be True or False"),  # type: ignore[arg-type]
+        (lambda: ExponentialDecay(0.1, 0, 0.5), "decay_steps is 0; it must be a whole number of steps, 1 or more"),
+        (lambda: ExponentialDecay(0.1, 1.5, 0.5), "decay_steps is 1.5; it must be a whole"),  # type: ignore[arg-type]
+        (lambda: ExponentialDecay(0.1, True, 0.5), "decay_steps is True; it must be a whole number"),
+        (lambda: ExponentialDecay(0.1, None, 0.5), "decay_steps is None; it must be a whole"),  # type: ignore[arg-type]
+        (lambda: ExponentialDecay(0.1, 10, 0.0), "decay_rate is 0.0; it must be a number, above 0"),
+        (lambda: ExponentialDecay(0.1, 10, 0.5, staircase=1), "staircase is 1; it must be True or False"),  # type: ignore[arg-type]
         (lambda: PiecewiseConstantDecay((5, 5), (1, 1, 1)), "boundaries are (5, 5), but each must be above the one"),
-        (lambda: PiecewiseConstantDecay((-1,), (1, 1)), "boundaries is -1, but must be a whole number of steps"),
+        (lambda: PiecewiseConstantDecay((-1,), (1, 1)), "boundaries is -1; it must be a whole number of steps"),
         (lambda: PiecewiseConstantDecay((5,), (1,)), "there are 1 values for 1 boundaries, but there must be one more"),
-        (lambda: PiecewiseConstantDecay((5,), (1, -1)), "values is -1, but must be a finite number, at least 0"),
-        (lambda: PiecewiseConstantDecay(5, (1, 1)), "boundaries is 5, but must be a sequence"),  # type: ignore[arg-type]
-        (lambda: PolynomialDecay(0.1, 10, power=0.0), "power is 0.0, but must be a finite number, above 0"),
+        (lambda: PiecewiseConstantDecay((5,), (1, -1)), "values is -1; it must be a number, 0 or more"),
+        (lambda: PiecewiseConstantDecay(5, (1, 1)), "boundaries is 5; it must be a sequence"),  # type: ignore[arg-type]
+        (lambda: PolynomialDecay(0.1, 10, power=0.0), "power is 0.0; it must be a number, above 0"),
         (lambda: PolynomialDecay(0.1, 10, end_learning_rate=-1), "end_learning_rate is -1"),
-        (lambda: InverseTimeDecay(0.1, 10, -0.5), "decay_rate is -0.5, but must be a finite number, at least 0"),
+        (lambda: InverseTimeDecay(0.1, 10, -0.5), "decay_rate is -0.5; it must be a number, 0 or more"),
         (
             lambda: CosineDecay(0.1, 10, alpha=1.5),
-            "alpha is 1.5, but must be a finite number, at least 0 and at most 1",
+            "alpha is 1.5; it must be a number, at least 0 and at most 1",
         ),
         (lambda: CosineDecay(0.1, 10, warmup_steps=5), "warmup_target is None and warmup_steps is 5: a warm-up needs"),
         (lambda: CosineDecay(0.1, 10, warmup_target=1.0), "warmup_target is 1.0 and warmup_steps is 0: a warm-up"),
-        (lambda: CosineDecay(0.1, 10, warmup_target=1.0, warmup_steps=-1), "warmup_steps is -1, but must be a whole"),
-        (lambda: CosineDecayRestarts(0.1, 10, t_mul=0.5), "t_mul is 0.5, but must be a finite number, at least 1"),
-        (lambda: CosineDecayRestarts(0.1, 10, m_mul=-1), "m_mul is -1, but must be a finite number, at least 0"),
-        (lambda: WarmUp(0.1, 0), "warmup_steps is 0, but must be a whole number of steps, at least 1"),
-        (lambda: WarmUp("x", 5), "learning_rate is 'x', but must be a finite number"),  # type: ignore[arg-type]
+        (lambda: CosineDecay(0.1, 10, warmup_target=1.0, warmup_steps=-1), "warmup_steps is -1; it must be a whole"),
+        (lambda: CosineDecayRestarts(0.1, 10, t_mul=0.5), "t_mul is 0.5; it must be a number, 1 or more"),
+        (lambda: CosineDecayRestarts(0.1, 10, m_mul=-1), "m_mul is -1; it must be a number, 0 or more"),
+        (lambda: WarmUp(0.1, 0), "warmup_steps is 0; it must be a whole number of steps, 1 or more"),
+        (lambda: WarmUp("x", 5), "learning_rate is 'x'; it must be a number"),  # type: ignore[arg-type]
     ],
 )
 def test_parameters_out_of_their_limits_are_refused(make: Any, said: str) -> None:

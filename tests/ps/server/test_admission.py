@@ -20,7 +20,8 @@ from pscluster.core.transport.frames import pack, unpack
 from pscluster.core.transport.methods import Stub, generic_handler
 from pscluster.core.transport.watchdog import Patience
 from pscluster.ps.server.admission import Budget
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.spec import SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 
@@ -186,7 +187,7 @@ def test_whole_values_beyond_the_budget_are_not_copied() -> None:
     push(create=ps_pb2.CreateRequest(job=JOB, variable=spec))
     for _ in range(2):
         update(ps_pb2.ASSIGN)
-        assert service.spares.nbytes == size, "what was there is used for the next"
+        assert service.writes.spares.nbytes == size, "what was there is used for the next"
     for kind in (ps_pb2.ADD, ps_pb2.ASSIGN):
         update(kind)
-        assert service.spares.nbytes == 0
+        assert service.writes.spares.nbytes == 0

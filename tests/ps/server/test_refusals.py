@@ -26,8 +26,6 @@ from pscluster.coordinator import (
 )
 from pscluster.core.errors import ConfigurationError, InvalidUpdateError, MisuseError
 from pscluster.ps import optim
-from pscluster.ps.handles.scope import creating_with
-from pscluster.ps.states import restore_shards, save_shards
 
 IDS = IndexedSlices
 
@@ -41,7 +39,7 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 @pytest.fixture(autouse=True)
 def scope(strategy: ParameterServerStrategy) -> Iterator[None]:
     """All tests make variables."""
-    with creating_with(strategy):
+    with strategy.scope():
         yield
 
 
@@ -339,17 +337,6 @@ def test_functions_that_take_one_of_the_part_s_arguments() -> None:
     assert v.numpy()[:, 0].tolist() == [0, 0, 0, 3, 3, 3]
     with pytest.raises(InvalidUpdateError, match="is called with \\(shape, dtype\\)"):
         Variable(lambda s: 1, shape=(3,))
-
-
-def test_restoring_what_does_not_fit() -> None:
-    """Another type, or one shard twice."""
-    double = Variable(np.full(4, 1 / 3), partitioner=FixedShardsPartitioner(2))
-    single = Variable(np.zeros(4, np.float32))
-    with pytest.raises(InvalidUpdateError, match="float64"):
-        restore_shards(single, save_shards(double))
-    first = next(iter(save_shards(double)))
-    with pytest.raises(InvalidUpdateError, match="twice"):
-        restore_shards(double, [first, first])
 
 
 def test_an_average_of_a_half_type_is_read_whole() -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pscluster.core.transport.frames import Buffer, padding, view
 from pscluster.ps import optim
-from pscluster.ps.server import shard, store
+from pscluster.ps.server import creation, reads, shard, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard, Snapshot
 from pscluster.ps.server.store import Store
@@ -32,7 +32,7 @@ Values = npt.NDArray[np.float32]
 def small_blocks(patch: pytest.MonkeyPatch) -> None:
     """Cut reads into blocks of `CHUNK` bytes."""
     patch.setattr(shard, "CHUNK_BYTES", CHUNK)
-    patch.setattr(store, "CHUNK_BYTES", CHUNK)
+    patch.setattr(reads, "CHUNK_BYTES", CHUNK)
 
 
 class Reading:
@@ -232,10 +232,10 @@ def new_store() -> Store:
         id=VARIABLE, name="v", dtype="float32", shape=SHAPE, owners=[0, 0], splits=[{"ends": SPLIT}, {"ends": [5]}]
     )
     request = ps_pb2.CreateRequest(job=JOB, variable=spec)
-    held.create(request, Payload([memoryview(bytes(held.expected_bytes(request) or 0))]))
+    creation.create(held, request, Payload([memoryview(bytes(creation.expected_bytes(held, request) or 0))]))
     numbers, flags = optim.SGD(learning_rate=1.0).to_spec()
     optimizer = ps_pb2.OptimizerSpec(id=OPTIMIZER, name="sgd", rule=optim.SGD.name, numbers=numbers, flags=flags)
-    held.create(ps_pb2.CreateRequest(job=JOB, optimizer=optimizer), Payload([]))
+    creation.create(held, ps_pb2.CreateRequest(job=JOB, optimizer=optimizer), Payload([]))
     return held
 
 
@@ -262,7 +262,9 @@ class Client:
             job=JOB, incarnation=9, sequence=self.sequence, settled=self.sequence, items=[item]
         )
         total = sum(array.nbytes + padding(array.nbytes) for array in segments)
-        return self.held.update(request, self.held.check_update(request, total), payload or padded(*segments))
+        return updates.apply(
+            self.held, request, updates.check_update(self.held, request, total), payload or padded(*segments)
+        )
 
     def dense(self, number: int, kind: ps_pb2.UpdateKind, values: Values, optimizer: int = 0) -> None:
         """An update of a whole shard."""
@@ -304,7 +306,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         """A read of both shards begins; each is cut into several blocks."""
-        self.reads.append((self.held.read(read_request(), Payload([])), [], bytearray()))
+        self.reads.append((reads.read(self.held, read_request(), Payload([])), [], bytearray()))
 
     @rule(which=st.integers(0, 9), pieces=st.integers(1, 6))
     def read_on(self, which: int, pieces: int) -> None:
@@ -376,7 +378,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """The values are the twin's."""
         try:
-            whole = b"".join(self.held.read(read_request(), Payload([])))
+            whole = b"".join(reads.read(self.held, read_request(), Payload([])))
             assert whole == b"".join(twin.tobytes() + bytes(padding(twin.nbytes)) for twin in self.twin)
         finally:
             self.patch.undo()
@@ -398,7 +400,7 @@ def test_a_read_under_real_threads_is_of_one_moment(monkeypatch: pytest.MonkeyPa
 
     def read(mine: list[int]) -> None:
         while not over.is_set():
-            whole = b"".join(held.read(read_request(), Payload([])))
+            whole = b"".join(reads.read(held, read_request(), Payload([])))
             for start, size in ((0, SIZES[0]), (SIZES[0] + padding(SIZES[0]), SIZES[1])):
                 values = np.frombuffer(whole[start : start + size], np.float32)
                 if len(set(values.tolist())) != 1:
@@ -417,5 +419,5 @@ def test_a_read_under_real_threads_is_of_one_moment(monkeypatch: pytest.MonkeyPa
         thread.join()
     assert not wrong
     assert all(mine == sorted(mine) for mine in seen), "a later read is not of an earlier moment"
-    final = np.frombuffer(b"".join(held.read(read_request(), Payload([])))[: SIZES[0]], np.float32)
+    final = np.frombuffer(b"".join(reads.read(held, read_request(), Payload([])))[: SIZES[0]], np.float32)
     assert final.tolist() == [additions] * 30

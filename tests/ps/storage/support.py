@@ -18,13 +18,14 @@ from tests.conftest import PATIENCE
 
 from pscluster.core.transport.frames import padding, view
 from pscluster.ps.optim import RULES
-from pscluster.ps.server import shard, store
+from pscluster.ps.server import creation, reads, shard, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
+from pscluster.ps.server.write_path import write
 from pscluster.ps.storage import capture, generations, spill
 from pscluster.ps.storage import log as log_module
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper, Lineage
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper, Lineage
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]
@@ -46,7 +47,7 @@ NEVER = 1e6
 
 def small_blocks(patch: pytest.MonkeyPatch) -> None:
     """Cut everything into blocks of `CHUNK` bytes."""
-    for module in (shard, store, capture, generations, spill):
+    for module in (shard, reads, capture, generations, spill):
         patch.setattr(module, "CHUNK_BYTES", CHUNK)
 
 
@@ -68,7 +69,7 @@ def declare(held: Store, number: int, values: Array, *ends: tuple[int, ...], nam
     )
     spec.owners.extend([held.index] * (len(cuts) if values.ndim else 1))
     parts = np.split(values, cuts[:-1]) if values.ndim else [values]
-    held.create(ps_pb2.CreateRequest(job=held.job, variable=spec), padded(*map(np.ascontiguousarray, parts)))
+    creation.create(held, ps_pb2.CreateRequest(job=held.job, variable=spec), padded(*map(np.ascontiguousarray, parts)))
 
 
 def declare_rule(
@@ -79,7 +80,7 @@ def declare_rule(
     spec = ps_pb2.OptimizerSpec(
         id=number, name=f"o{number}", rule=rule, numbers=numbers, flags=flags, schedule=schedule, ema_momentum=ema
     )
-    held.create(ps_pb2.CreateRequest(job=held.job, optimizer=spec), Payload([]))
+    creation.create(held, ps_pb2.CreateRequest(job=held.job, optimizer=spec), Payload([]))
 
 
 def values_of(held: Store, variable: int, number: int = 0) -> Array:
@@ -185,7 +186,7 @@ class Client:
     def send(self, made: Sendable) -> ps_pb2.UpdateReply:
         """As the service does."""
         request, payload, total = made
-        return self.keeper.update(self.held, request, self.held.check_update(request, total), payload, total)
+        return write(self.keeper, self.held, request, updates.check_update(self.held, request, total), payload, total)
 
     def update(self, *parts: Part, function: int = 0) -> ps_pb2.UpdateReply:
         """A new one."""

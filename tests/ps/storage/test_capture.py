@@ -17,7 +17,8 @@ from tests.ps.storage.support import CHUNK, JOB, Client, declare, declare_rule, 
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.capture import Capture, blocks_of_rows
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.ps.storage.spill import Spill
 from pscluster.v1 import ps_pb2
 

@@ -33,11 +33,12 @@ from pscluster.core.ids import make_identity
 from pscluster.core.role.node import NodeService
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.optim import RULES
-from pscluster.ps.server import service
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server import role as role_module
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.storage import log as log_module
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2
 
 LENGTH = 60
@@ -233,7 +234,7 @@ class ServerMachine(RuleBasedStateMachine):
         """An empty directory, and a job."""
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(log_module, "_GROW", 4096)
-        self.patch.setattr(service, "OWN_SECONDS", 0.0)
+        self.patch.setattr(role_module, "OWN_SECONDS", 0.0)
         self.base = Path(tempfile.mkdtemp(prefix="deaths-"))
         self.disk = Disk(self.patch)
         self.kind, self.fsync = kind, fsync

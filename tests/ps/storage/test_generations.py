@@ -46,11 +46,12 @@ from pscluster.core.errors import ConfigurationError, PsClusterError, StaleError
 from pscluster.core.functions.definitions import capture
 from pscluster.ps.optim import RULES, UpdateRule
 from pscluster.ps.optim.schedules import CosineDecay
+from pscluster.ps.server import creation
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.generations import StateDirectory
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2, state_pb2
 
 Array = npt.NDArray[Any]
@@ -189,7 +190,7 @@ def declare_by_value(held: Store) -> None:
     pickled, definition.pickle = definition.pickle, b""
     spec = ps_pb2.OptimizerSpec(id=2, name="mine", rule="custom")
     request = ps_pb2.CreateRequest(job=held.job, optimizer=spec, rule=definition)
-    held.create(request, Payload([memoryview(pickled)]))
+    creation.create(held, request, Payload([memoryview(pickled)]))
 
 
 def test_a_rule_that_is_still_awaited_at_the_next_restart(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ class OwnRule:
     def declare(self, held: Store) -> None:
         """As a client that has the module does."""
         spec = ps_pb2.OptimizerSpec(id=2, name="mine", rule="custom")
-        held.create(ps_pb2.CreateRequest(job=JOB, optimizer=spec, rule=self.definition), Payload([]))
+        creation.create(held, ps_pb2.CreateRequest(job=JOB, optimizer=spec, rule=self.definition), Payload([]))
 
     def edit(self) -> None:
         """It is another one from now on."""

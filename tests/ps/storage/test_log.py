@@ -46,12 +46,14 @@ from tests.ps.storage.support import (
 )
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
+from pscluster.ps.server import updates
 from pscluster.ps.server.store import Store
+from pscluster.ps.server.write_path import write
 from pscluster.ps.storage import log as log_module
 from pscluster.ps.storage.generations import DamagedError
 from pscluster.ps.storage.log import records
 from pscluster.ps.storage.manager import Keeper, Lineage
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.options import Durability
 from pscluster.v1 import ps_pb2, state_pb2
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -855,7 +857,7 @@ def test_an_update_whose_first_item_counts_and_whose_second_fails(tmp_path: Path
         declare(held, 1, np.zeros((2, 2)))
         declare_rule(held, 2, "sgd", learning_rate=1.0)
         keeper.save()
-        held._optimizers[2].rule.__dict__["learning_rate_at"] = lambda step: 1 / 0
+        held.directory._optimizers[2].rule.__dict__["learning_rate_at"] = lambda step: 1 / 0
         client = Client(keeper, held)
         made = client.made(
             dense(ps_pb2.ADD, np.ones((2, 2))), dense(ps_pb2.APPLY_GRADIENT, np.ones((2, 2)), optimizer=2)
@@ -931,12 +933,12 @@ def test_a_late_update_of_the_job_before(tmp_path: Path, shape: tuple[int, ...])
         client = Client(keeper, old)
         client.update(dense(ps_pb2.ADD, np.full(3, 1000.0)))
         request, payload, total = client.made(dense(ps_pb2.ADD, np.full(3, 1000.0)))
-        placed = old.check_update(request, total)
+        placed = updates.check_update(old, request, total)
         new = Store(0, JOB + 1)
         keeper.begin(new, LINEAGE)
         declare(new, 1, np.zeros(shape))
         keeper.save()
-        keeper.update(old, request, placed, payload, total)
+        write(keeper, old, request, placed, payload, total)
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [0] * shape[0]
 
 
@@ -950,10 +952,10 @@ def test_an_update_that_is_under_way_as_its_variable_is_deleted(
         keeper.save()
         client = Client(keeper, held)
         request, payload, total = client.made(dense(ps_pb2.ADD, np.ones(3)))
-        placed = held.check_update(request, total)
+        placed = updates.check_update(held, request, total)
         held.delete("v1")
         keeper.save()
-        keeper.update(held, request, placed, payload, total)
+        write(keeper, held, request, placed, payload, total)
         client.update(dense(ps_pb2.ADD, np.ones(3), 2))
         again = found_in(killed(tmp_path / "s"))
         assert [each.spec.id for each in again.held()[0]] == [2]
@@ -1005,11 +1007,11 @@ def test_an_update_of_several_variables_of_which_one_is_not_there(tmp_path: Path
         request, payload, total = client.made(
             rows(ps_pb2.ADD, [1, 2, 1], np.ones((3, 3))), dense(ps_pb2.ADD, np.ones(3), 2)
         )
-        placed = held.check_update(request, total)
+        placed = updates.check_update(held, request, total)
         if how == "deleted":
             held.delete("v1")
             keeper.save()
-        assert keeper.update(held, request, placed, payload, total).applied == 2
+        assert write(keeper, held, request, placed, payload, total).applied == 2
         client.update(dense(ps_pb2.MUL, np.full(3, 10.0), 2))
         copy = killed(tmp_path / "s")
         assert values_of(held, 2).tolist() == [10] * 3

@@ -38,12 +38,14 @@ from tests.ps.storage.support import (
 
 from pscluster.core.errors import MisuseError, PsClusterError, StaleError, UnavailableError
 from pscluster.ps.request_metrics import ServiceCounts
-from pscluster.ps.server import service
-from pscluster.ps.server.service import ParameterServerRole
+from pscluster.ps.server import role as role_module
+from pscluster.ps.server import updates
+from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.store import Store
+from pscluster.ps.server.write_path import write
 from pscluster.ps.storage.generations import StateDirectory
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2, state_pb2
 
 KEPT = [Durability.SNAPSHOT, Durability.LOG]
@@ -656,9 +658,9 @@ def test_a_loss_of_a_variable_that_is_deleted_meanwhile(tmp_path: Path) -> None:
         client, part = Client(keeper, found.store), dense(ps_pb2.ADD, np.ones(3))
         part[0].life, part[0].seen = life, 4
         request, payload, total = client.made(part)
-        placed = found.store.check_update(request, total)
+        placed = updates.check_update(found.store, request, total)
         found.store.delete("v1")
-        assert keeper.update(found.store, request, placed, payload, total).applied == 1
+        assert write(keeper, found.store, request, placed, payload, total).applied == 1
         assert found.store.lost == {}
 
 
@@ -681,7 +683,7 @@ def attach(role: ParameterServerRole, request: node_pb2.AttachRequest) -> int:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that has come back does not keep itself for the coordinator that it had."""
-    monkeypatch.setattr(service, "OWN_SECONDS", 0.0)
+    monkeypatch.setattr(role_module, "OWN_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -698,10 +700,10 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
         client.update(dense(ps_pb2.ADD, np.ones(3)))
         client.update(dense(ps_pb2.ADD, np.ones(3)), function=4)
         late, checked = (client.made(dense(ps_pb2.ADD, np.full(3, 100.0))) for _ in range(2))
-        placed = held.check_update(checked[0], checked[2])
+        placed = updates.check_update(held, checked[0], checked[2])
         other = Client(keeper, held, 10)
         mine = other.made(dense(ps_pb2.ADD, np.full(3, 100.0)), function=5)
-        placed_mine = held.check_update(mine[0], mine[2])
+        placed_mine = updates.check_update(held, mine[0], mine[2])
 
         assert attach(role, coordinator(2, holding)) == holding
         assert role.store is held
@@ -711,7 +713,7 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
             client.send(late)
         for (request, payload, total), ready in ((checked, placed), (mine, placed_mine)):
             with pytest.raises(StaleError, match="works for another job"):
-                keeper.update(held, request, ready, payload, total)
+                write(keeper, held, request, ready, payload, total)
         assert values_of(held, 1).tolist() == [2] * 3
         if keeper._log is not None:
             assert keeper._log._plan.settled

@@ -21,8 +21,8 @@ from tests.roles.processes import Roles, make_cluster
 
 from pscluster.core.errors import ConfigurationError
 from pscluster.ps.storage import log as log_module
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 TRIALS = 60

@@ -18,8 +18,8 @@ from pscluster.core.errors import UnavailableError
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.generations import StateDirectory
-from pscluster.ps.storage.manager import DurabilityOptions, Keeper
-from pscluster.ps.storage.policy import Durability
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.ps.storage.spill import SavedBlock, Spill
 from pscluster.v1 import ps_pb2
 

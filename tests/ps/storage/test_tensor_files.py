@@ -23,15 +23,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
-from pscluster.coordinator.checkpoints.manager import _plan_variable
+from pscluster.coordinator.checkpoints.restore_plan import plan_variable
 from pscluster.core.errors import CheckpointError, StaleError, UnavailableError
 from pscluster.core.geometry import Partition
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.frames import padding, view
 from pscluster.ps.handles.variable import Variable, whole_index
 from pscluster.ps.optim import RULES, compute_dtype, new_slots
+from pscluster.ps.server import creation, updates
 from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store, partition_of
+from pscluster.ps.server.store import Store
+from pscluster.ps.spec import partition_of
 from pscluster.ps.storage import capture, tensor_files
 from pscluster.ps.storage.checkpoint_parts import Parts
 from pscluster.ps.storage.spill import Spill
@@ -243,7 +245,7 @@ class Servers:
         blocks = [np.ascontiguousarray(values[whole_index(block)]) for block in partition.blocks]
         for store in self.stores:
             mine = [block for block, owner in zip(blocks, spec.owners, strict=True) if owner == store.index]
-            store.create(ps_pb2.CreateRequest(job=7, variable=spec), payload(mine))
+            creation.create(store, ps_pb2.CreateRequest(job=7, variable=spec), payload(mine))
         self.specs[name] = spec
 
     def optimizer(self, name: str, rule: str, *, number: int = 0, ema: float = 0.0, **hyperparameters: Any) -> None:
@@ -254,7 +256,7 @@ class Servers:
         )
         self.rules[name] = spec.id, rule
         for store in self.stores:
-            store.create(ps_pb2.CreateRequest(job=7, optimizer=spec), Payload([]))
+            creation.create(store, ps_pb2.CreateRequest(job=7, optimizer=spec), Payload([]))
 
     def update(
         self,
@@ -284,7 +286,7 @@ class Servers:
             value_bytes=values.nbytes,
         )
         total = values.nbytes + padding(values.nbytes)
-        store.update(request, store.check_update(request, total), payload([values]))
+        updates.apply(store, request, updates.check_update(store, request, total), payload([values]))
 
     def train(self, variable: str, shard: int, optimizer: str, seed: int = 0) -> None:
         """Apply a gradient to a shard."""
@@ -323,7 +325,7 @@ class Servers:
         check_whole(index, path)
         requests = {store.index: ps_pb2.RestoreRequest() for store in self.stores}
         for name, spec in self.specs.items():
-            _plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], path, requests)
+            plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], path, requests)
         number = fresh_id()
         for store, parts in zip(self.stores, self.parts, strict=True):
             parts.stage(store, number, requests[store.index].shards, lambda file: join(path, file))
@@ -775,7 +777,7 @@ def test_a_mark_leaves_what_is_staged(saved: Saved) -> None:
     requests = {index: ps_pb2.RestoreRequest() for index in range(3)}
     index = read_index(str(folder))
     for name, spec in target.specs.items():
-        _plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], str(folder), requests)
+        plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], str(folder), requests)
     target.mark()
     for number in range(3):
         target.parts[number].stage(target.stores[number], 5, requests[number].shards, lambda name: str(folder / name))

@@ -64,6 +64,7 @@ class WorkerRole(Role):
         self._runner: Runner | None = None
         self._leaving = False
         self._lineage = self._epoch = 0
+        self._recorded_job = 0
 
     def greet(self, request: node_pb2.HelloRequest) -> None:
         """Raise ConfigurationError to a coordinator that lists more or fewer parameter servers than this worker."""
@@ -100,6 +101,9 @@ class WorkerRole(Role):
         )
         self.counts.attachments += 1
         self._replace(job)
+        if request.job != self._recorded_job:
+            self._recorded_job = request.job
+            self.counts.recording.forget_functions()
         return incarnation
 
     def job_ended(self) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import click
 
 from pscluster.coordinator.cli.options import dashboard_options
+from pscluster.coordinator.job.context import close_all
 from pscluster.coordinator.job.settings import set_process_options
-from pscluster.coordinator.strategy import ParameterServerStrategy, close_all
+from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.core.cluster.spec import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import arm

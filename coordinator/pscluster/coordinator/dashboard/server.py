@@ -9,16 +9,13 @@ import os
 import socket
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from pscluster.coordinator.dashboard.watch import Watch
-from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.job.context import HasJob
 from pscluster.core.cluster.spec import split_address
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.security.http_access import CertificateFiles, Visitors, check_place
-
-if TYPE_CHECKING:
-    from pscluster.coordinator.strategy import ParameterServerStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +47,16 @@ class Dashboard:
 
     def __init__(
         self,
-        coordinator: ClusterCoordinator | ParameterServerStrategy,
+        coordinator: HasJob,
         address: str | None = None,
         *,
         certificate: str | os.PathLike[str] | None = None,
         key: str | os.PathLike[str] | None = None,
         insecure: bool = False,
     ) -> None:
-        strategy = coordinator.strategy if isinstance(coordinator, ClusterCoordinator) else coordinator
+        context = coordinator.context
         host, _ = _place(address or DEFAULT_ADDRESS)
-        token = strategy.token
+        token = context.options.token
         files = None if certificate is None else CertificateFiles("the live page", certificate, key)
         check_place(
             "show the live page",
@@ -78,11 +75,11 @@ class Dashboard:
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        arguments = Watch(strategy), Visitors(host, token), port, files
+        arguments = Watch(context), Visitors(host, token), port, files
         self._thread = threading.Thread(target=self._run, args=arguments, name="dashboard", daemon=True)
         self._thread.start()
         try:
-            strategy.show_until_closed(self)
+            context.show_until_closed(self)
         except MisuseError:
             self.close()
             raise

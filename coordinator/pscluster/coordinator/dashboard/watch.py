@@ -15,10 +15,10 @@ import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING
 
 from pscluster.coordinator.cli.status import Asker
 from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
+from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.local.launcher import InheritedReports
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.events import Series
@@ -26,9 +26,6 @@ from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates
 from pscluster.coordinator.scheduling.loop import in_thread
 from pscluster.core.metrics.registry import resident_bytes
 from pscluster.v1 import node_pb2
-
-if TYPE_CHECKING:
-    from pscluster.coordinator.strategy import ParameterServerStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +49,8 @@ SAMPLE_SECONDS = 1.0
 class Watch:
     """Of one job."""
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
-        self._strategy = weakref.ref(strategy)
+    def __init__(self, context: JobContext) -> None:
+        self._context = weakref.ref(context)
         self._asker: Asker | None = None
         self._meter = RateMeter()
         self._rates = Rates({}, [])
@@ -61,9 +58,9 @@ class Watch:
         self._misses: dict[str, int] = {}  # since then
         self._asked_at = 0.0
         self._asked = False
-        self._series = Series(time.monotonic(), _done(strategy))
-        self._observed = strategy.observed
-        resolver = strategy.cluster_resolver
+        self._series = Series(time.monotonic(), _done(context))
+        self._observed = context.observed
+        resolver = context.resolver
         self._reports = resolver.reports if isinstance(resolver, LocalCluster) else InheritedReports()
         self._watchers = 0
         self._wake = asyncio.Event()
@@ -88,10 +85,10 @@ class Watch:
 
     async def _sample(self) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
-        if (strategy := self._strategy()) is not None:
+        if (context := self._context()) is not None:
             for task, text in self._reports.take():
                 self._observed.exited(task, text)
-            self._series.add(time.monotonic(), _done(strategy), self._observed.take_loss(), self._observed.steps)
+            self._series.add(time.monotonic(), _done(context), self._observed.take_loss(), self._observed.steps)
 
     async def _show(self) -> None:
         await self._wake.wait()
@@ -110,13 +107,13 @@ class Watch:
         await asyncio.sleep(ASK_SECONDS)
 
     async def _ask_once(self) -> None:
-        strategy = self._strategy()
-        if strategy is None or self._ended:
+        context = self._context()
+        if context is None or self._ended:
             return
         if self._asker is None:
-            self._asker = Asker(strategy.tasks)
+            self._asker = Asker(context.tasks)
         asker, self._asked_at = self._asker, time.monotonic()
-        del strategy
+        del context
         answers = await in_thread(asker.ask, BUSIEST, ANSWER_SECONDS)
         new = {
             peer.task: answer for peer, answer in zip(asker.peers, answers, strict=True) if not isinstance(answer, str)
@@ -133,21 +130,21 @@ class Watch:
             self._replies, self._misses, self._asked = {}, {}, False
 
     def _picture(self, *, details: bool = False) -> str:
-        strategy = self._strategy()
-        if strategy is None:
+        context = self._context()
+        if context is None:
             return self._text
-        dispatcher, gone = strategy.dispatcher, strategy.out_of_reach()
+        dispatcher, gone = context.dispatcher, context.out_of_reach()
         seen = Seen(
             now=time.time(),
             clock=time.monotonic(),
-            job=strategy.job_name,
-            coordinator=strategy.identity.name,
+            job=context.request.job_name,
+            coordinator=context.request.coordinator.name,
             memory_bytes=resident_bytes(),
             ended=self._ended,
             look=None if dispatcher is None else dispatcher.look(),
-            connected=strategy.connected,
-            servers=[ServerLook(peer, gone.get(peer, 0.0)) for peer in strategy.tasks if peer.role == "ps"],
-            workers=[peer for peer in strategy.tasks if peer.role == "worker"],
+            connected=context.connected,
+            servers=[ServerLook(peer, gone.get(peer, 0.0)) for peer in context.tasks if peer.role == "ps"],
+            workers=[peer for peer in context.tasks if peer.role == "worker"],
             replies=self._replies,
             asked=self._asked,
             rates=self._rates,
@@ -204,6 +201,6 @@ class Watch:
             self._asker.close()
 
 
-def _done(strategy: ParameterServerStrategy) -> int:
-    dispatcher = strategy.dispatcher
+def _done(context: JobContext) -> int:
+    dispatcher = context.dispatcher
     return 0 if dispatcher is None else dispatcher.functions_done

@@ -19,20 +19,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from pscluster.coordinator.data.visits import Visits
 from pscluster.coordinator.job.progress import JobProgress
 from pscluster.coordinator.scheduling.waiting import result_of
+from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.errors import MisuseError
 from pscluster.core.values.handles import Handle
 from pscluster.ps.spec import OURS
-
-if TYPE_CHECKING:
-    from pscluster.coordinator.strategy import ParameterServerStrategy
-    from pscluster.worker.data.pipelines import Pipeline
+from pscluster.worker.data.pipelines import Pipeline
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 StopOf = Callable[[int, int], int]
 
@@ -189,22 +189,35 @@ class Position:
             self.life += 1
 
 
+class Endings(Protocol):
+    """Where functions end: the dispatcher."""
+
+    def at_once(self, look: Callable[[], T]) -> T:
+        """Return what it gives while no function begins or ends."""
+        ...
+
+    def forget_ended(self, keys: Iterable[int]) -> set[int]:
+        """Have the servers forget those of these keys that are not scheduled again; which they are."""
+        ...
+
+
 class Positions:
-    """Those of a strategy.
+    """Those of a job.
 
     Args:
-        strategy: whose variables keep them.
+        variables: keep them.
+        endings: of the functions that have parts of the datasets.
         send: gives the workers a pipeline.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, send: Callable[[Pipeline], Number]) -> None:
+    def __init__(self, variables: VariableCreator, endings: Endings, send: Callable[[Pipeline], Number]) -> None:
         self.send = send
-        self._strategy = strategy
+        self._endings = endings
         self._lock = threading.Lock()
         self._named = 0
         self._entered: dict[str, Position] = {}
         self._left: dict[str, Any] | None = None  # what was written for datasets that are not there, or not yet
-        self._kept = JobProgress(strategy, NAME)
+        self._kept = JobProgress(variables, NAME)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="positions")
         self._over = threading.Event()
         self._timer: threading.Thread | None = None
@@ -259,10 +272,9 @@ class Positions:
             result_of(self._writer.submit(self._save))
 
     def _save(self) -> None:
-        positions, dispatcher = self._all(), self._strategy.dispatcher
-        assert dispatcher is not None, "there is one before there are datasets"
-        # Under its lock, so that a function that has parts of two datasets has ended for both or for none.
-        states = dispatcher.at_once(lambda: {name: position.state() for name, position in positions.items()})
+        positions = self._all()
+        # Under the dispatcher's lock, so that a function that has parts of two datasets has ended for both or for none.
+        states = self._endings.at_once(lambda: {name: position.state() for name, position in positions.items()})
         try:
             self._kept.save((self._left or {}) | {name: state for name, (state, _) in states.items()})
         except BaseException:
@@ -270,7 +282,7 @@ class Positions:
                 position.moved = True
             raise
         for name, (_, keys) in states.items():
-            positions[name].forgot(dispatcher.forget_ended(keys))
+            positions[name].forgot(self._endings.forget_ended(keys))
 
     def _save_now_and_then(self) -> None:
         while not self._over.wait(SAVE_SECONDS):
@@ -290,7 +302,7 @@ class Positions:
             self._left = left
 
     def close(self) -> None:
-        """The strategy is closed."""
+        """The job is over."""
         self._over.set()
         self._writer.shutdown(wait=False)
 

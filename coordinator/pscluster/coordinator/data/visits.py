@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pscluster.core.errors import CheckpointMisfitError
-from pscluster.ps.server.dedup import IntervalSet
+from pscluster.core.intervals import IntervalSet
 
 
 class Visits:

@@ -19,6 +19,7 @@ from threading import Lock
 from pscluster.coordinator.observability.events import Observed
 from pscluster.coordinator.scheduling.waiting import Condition
 from pscluster.core.errors import PsClusterError
+from pscluster.ps.client.client import PsClient
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,16 @@ SETTLE_SECONDS = 5.0
 
 AWAY_SECONDS = 1.0
 """The same, where a server is still away: its return may have been overtaken by the outcome of a function."""
+
+
+def count_losses(client: PsClient) -> dict[str, int]:
+    """Ask the servers for updates that were acknowledged and lost, by variable. May raise PsClusterError."""
+    client.tell_seen()
+    found: dict[str, int] = {}
+    for reply in client.statuses():
+        for name, lost in reply.lost_updates.items():
+            found[name] = max(lost, found.get(name, 0))
+    return found
 
 
 class Losses:

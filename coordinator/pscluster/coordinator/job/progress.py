@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.coordinator.variables.partitioners import FixedShardsPartitioner
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.ps.handles.scope import VariableRequest
+from pscluster.ps.handles.variable import Variable
 from pscluster.ps.spec import OURS
-
-if TYPE_CHECKING:
-    from pscluster.coordinator.strategy import ParameterServerStrategy
-    from pscluster.ps.handles.variable import Variable
 
 NAME = f"{OURS}progress"
 TRAINING = f"{OURS}training"
@@ -27,16 +25,16 @@ _LENGTH_BYTES = 4
 
 
 class JobProgress:
-    """Of one strategy. The variable is made when something is first kept."""
+    """Of one job. The variable is made when something is first kept."""
 
-    def __init__(self, strategy: ParameterServerStrategy, name: str = NAME) -> None:
-        self._strategy = strategy
+    def __init__(self, variables: VariableCreator, name: str = NAME) -> None:
+        self._variables = variables
         self._name = name
         self._variable: Variable | None = None
 
     def load(self) -> dict[str, Any]:
         """What was kept last; {} if nothing was."""
-        if self._variable is None and not self._strategy.lives(self._name):
+        if self._variable is None and not self._variables.lives(self._name):
             return {}
         return decoded(self._bytes().read_value().tobytes())
 
@@ -64,12 +62,12 @@ class JobProgress:
 
     def _bytes(self) -> Variable:
         if self._variable is None:
-            known = {variable.name: variable for variable in self._strategy.all_variables}
+            known = {variable.name: variable for variable in self._variables.all}
             self._variable = known.get(self._name)
         if self._variable is None:
             zeros, whole = np.zeros(CAPACITY, np.uint8), FixedShardsPartitioner(1)
             request = VariableRequest(zeros, self._name, None, None, trainable=False, partitioner=whole)
-            self._variable = self._strategy.create_variable(request, ours=True)
+            self._variable = self._variables.create_variable(request, ours=True)
         return self._variable
 
 

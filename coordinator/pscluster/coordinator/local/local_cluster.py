@@ -88,7 +88,7 @@ from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, 
 from pscluster.core.transport.unix_sockets import address_of
 from pscluster.core.transport.unix_sockets import supported as has_unix_sockets
 from pscluster.core.values.handles import StaysHere
-from pscluster.ps.storage.manager import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
+from pscluster.ps.storage.options import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
 
 logger = logging.getLogger("pscluster.local_cluster")
 

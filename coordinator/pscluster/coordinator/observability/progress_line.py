@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.observability.events import Training
-from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 from pscluster.core.sanitize import shown as plain
 
 PLAIN_SECONDS = 2.0
@@ -49,7 +49,7 @@ class ProgressLine:
 
     def __init__(
         self,
-        coordinator: ClusterCoordinator,
+        coordinator: FunctionQueue,
         total: int | None = None,
         console: Console | None = None,
         *,
@@ -111,7 +111,7 @@ class ProgressLine:
         shown = {**({} if loss is None else {"loss": loss}), **(logs or {})}
         if self._tells:
             training = Training(self._label.strip(), self._done, self._total, self._unit, shown)
-            self._coordinator.strategy.observed.trained(training, steps=steps, examples=examples)
+            self._coordinator.context.observed.trained(training, steps=steps, examples=examples)
         now = time.monotonic()
         if now - self._said < (PLAIN_SECONDS if self._live is None else LIVE_SECONDS) and self._done != self._total:
             return

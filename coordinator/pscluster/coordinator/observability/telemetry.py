@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from pscluster.coordinator.job.context import JobContext
 from pscluster.core.metrics.registry import Figure, Snapshot, Telemetry
 from pscluster.worker.telemetry import OF_CLIENTS
-
-if TYPE_CHECKING:
-    from pscluster.coordinator.strategy import ParameterServerStrategy
 
 _OF_DISPATCH = (
     Figure("queue_functions", "gauge", "functions that no worker has"),
@@ -47,25 +45,25 @@ class CoordinatorTelemetry(Telemetry):
         *OF_CLIENTS,
     )
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    def __init__(self, context: JobContext) -> None:
         super().__init__()
-        self._strategy = weakref.ref(strategy)
+        self._context = weakref.ref(context)
         self._nothing: Snapshot = {figure.name: {} if figure.labels else 0 for figure in _OF_DISPATCH}
 
     def not_ready(self) -> str:
         """Tasks that are missing, by name."""
-        strategy = self._strategy()
-        dispatcher = strategy.dispatcher if strategy is not None else None
+        context = self._context()
+        dispatcher = context.dispatcher if context is not None else None
         if dispatcher is None:
             return "the script has not made a ClusterCoordinator yet"
         missing = dispatcher.missing()
         return f"it waits for {', '.join(missing)}" if missing else ""
 
     def own(self) -> Snapshot:
-        """From the strategy, its dispatcher and its client."""
-        strategy = self._strategy()
-        assert strategy is not None  # who asks holds it, or is closed with it
-        counts, dispatcher, checkpoints = strategy.counts, strategy.dispatcher, strategy.observed.checkpoints
+        """Return the job's figures, those of its dispatcher and of its client."""
+        context = self._context()
+        assert context is not None  # who asks holds it, or is closed with it
+        counts, dispatcher, checkpoints = context.counts, context.dispatcher, context.observed.checkpoints
         return {
             **(self._nothing if dispatcher is None else dispatcher.figures()),
             "functions_retried_total": {"worker lost": counts.retried_lost, "failed": counts.retried_failed},
@@ -77,5 +75,5 @@ class CoordinatorTelemetry(Telemetry):
             "checkpoints_failed_total": counts.checkpoints_failed,
             "checkpoint_bytes": checkpoints[-1].nbytes if checkpoints else 0,
             "checkpoint_timestamp_seconds": checkpoints[-1].time if checkpoints else 0,
-            **strategy.client.counts.plain(),
+            **context.client.counts.plain(),
         }

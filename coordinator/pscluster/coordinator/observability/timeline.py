@@ -171,14 +171,12 @@ def events_of(attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> list[di
 def _best(
     found: Sequence[tuple[Span, node_pb2.Recorded.Run]], there: Span, *, only: bool
 ) -> tuple[Span, node_pb2.Recorded.Run] | None:
-    """The one that lies in this span, if one does: by its middle, for the clock may be a little off.
+    """Return the last one that lies in this span, if one does: by its middle, for the clock may be a little off.
 
-    Or, where there was this `only` attempt there, the only one that there is: the clock may be off by more than a short
-    function takes.
+    Where there was `only` this attempt there, return the last one that there is: the clock may be off by more than a
+    short function takes, and one that an earlier job left running ended before.
     """
-    if only and len(found) == 1:
-        return found[0]
-    inside = [each for each in found if there.begin <= (each[0].begin + each[0].end) / 2 <= there.end]
+    inside = [each for each in found if only or there.begin <= (each[0].begin + each[0].end) / 2 <= there.end]
     return max(inside, key=lambda each: each[0].end, default=None)
 
 

@@ -1,72 +1,28 @@
-"""ClusterCoordinator: schedule functions on workers, wait for them, fetch their results."""
+"""ClusterCoordinator: schedule functions on workers, wait for them, fetch their results, train."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import hashlib
-import itertools
-import logging
-import os
 import threading
-import time
-import types
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
-from pscluster.coordinator.checkpoints.manager import BARRIER_SECONDS
-from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
-from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
-from pscluster.coordinator.data.positions import Number, Positions
-from pscluster.coordinator.observability import timeline
-from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
-from pscluster.coordinator.scheduling.dispatcher import Call, Dispatcher, ResourceRecipe, placeholder
-from pscluster.coordinator.scheduling.remote_value import RemoteValue
-from pscluster.coordinator.scheduling.scheduler import Task
+from pscluster.coordinator.data.dataset import DistributedDataset
+from pscluster.coordinator.data.per_worker import PerWorkerDataset
+from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 from pscluster.coordinator.strategy import ParameterServerStrategy
-from pscluster.coordinator.variables.evaluation_snapshot import Pins
+from pscluster.coordinator.training.callbacks import Callback
+from pscluster.coordinator.training.fit import Fit, check_arguments, validation_of
+from pscluster.coordinator.training.history import History
 from pscluster.core.context import current_function
-from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
-from pscluster.core.functions.capture import Captures
-from pscluster.core.functions.definitions import (
-    CapturedFunction,
-    FunctionHandle,
-    capture,
-    class_definition,
-    needs_definition,
-    partial_of,
-)
-from pscluster.core.values import HandleResolver, encode_call, map_structure
-from pscluster.core.values.handles import Handle, StaysHere
+from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.metrics import MetricLike
-from pscluster.v1 import value_pb2, worker_pb2
-from pscluster.worker.data.per_worker import given
-from pscluster.worker.data.pipelines import Pipeline, numbered
-from pscluster.worker.evaluation import States, by_name, results_of, states_of
-
-if TYPE_CHECKING:
-    from pscluster.coordinator.training.callbacks import Callback
-    from pscluster.coordinator.training.history import History
-
-logger = logging.getLogger(__name__)
-
-MANY_MADE = 200
-"""So many functions that one line makes are worth a warning."""
-
-MAX_PLACES = 1000
-"""Of so many lines it is counted."""
 
 MAX_QUEUED = 262_144
 MAX_ATTEMPTS = 3
 WORKER_LEASE = 30.0
 
 _making = threading.Lock()
-
-
-_Known: TypeAlias = tuple[CapturedFunction, Captures]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +34,7 @@ class Options:
     worker_lease: float
 
 
-class ClusterCoordinator(StaysHere):
+class ClusterCoordinator(FunctionQueue):
     """Hands functions to workers. One a strategy: making it again gives the same one.
 
     Args:
@@ -97,12 +53,8 @@ class ClusterCoordinator(StaysHere):
     Threads may schedule, join and fetch at the same time.
     """
 
-    instead = (
-        "schedule what is to run in the script; a function may have the result of another one as an argument, by its "
-        "RemoteValue"
-    )
-    strategy: ParameterServerStrategy
-    _dispatcher: Dispatcher
+    _options: Options
+    _training: threading.Lock
 
     def __new__(
         cls,
@@ -122,42 +74,20 @@ class ClusterCoordinator(StaysHere):
             if value is not None and not value >= 1:
                 raise ValueError(f"{name} is {value}; it must be 1 or more")
         with _making:
-            if strategy._coordinator is not None:
-                strategy._coordinator._check_options(asked)
-                return strategy._coordinator
+            context = strategy.context
+            if isinstance(context.coordinator, ClusterCoordinator):
+                context.coordinator._check_options(asked)
+                return context.coordinator
             self = super().__new__(cls)
-            self.strategy = strategy
             self._options = Options(
                 MAX_QUEUED if max_queued is None else max_queued,
                 MAX_ATTEMPTS if max_attempts is None else max_attempts,
                 WORKER_LEASE if worker_lease is None else worker_lease,
             )
-            self._dispatcher = strategy.start_dispatcher(**dataclasses.asdict(self._options))
-            self._captured = {}
-            self._classes = {}
-            self._made = Counter()
-            self._resources = itertools.count(1)
-            self.trainings_ended = 0
             self._training = threading.Lock()
-            self._per_worker = weakref.WeakValueDictionary()
-            self._remains = deque()
-            self._resolve_handle = self._handle_of
-            strategy._coordinator = self
-            strategy.positions = Positions(strategy, self._send_pipeline)
+            self._begin(strategy, context.start_dispatcher(**dataclasses.asdict(self._options)))
+            context.coordinator = self
             return self
-
-    # By id of a function, or of an object and method of it, and gone when that is gone. Not by equality, which
-    # may say anything of callable objects, and reads the values of variables.
-    _captured: dict[int, tuple[weakref.ref[Any], dict[Any, _Known]]]
-    _classes: dict[type, CapturedFunction]
-    _made: Counter[str]  # functions, by the place that makes them
-    _resources: itertools.count[int]
-    _options: Options
-    trainings_ended: int
-    _training: threading.Lock
-    _per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset]
-    _resolve_handle: HandleResolver  # the same object for all values
-    _remains: deque[Pins]  # of evaluations that are over, on servers that could not be reached then
 
     def _check_options(self, asked: Mapping[str, float | None]) -> None:
         """MisuseError if it was made with others."""
@@ -167,369 +97,6 @@ class ClusterCoordinator(StaysHere):
                     f"{name} is {value}, but this strategy's ClusterCoordinator was made with {mine}, and there is one "
                     "a strategy: give its options where it is made first, or none"
                 )
-
-    def __repr__(self) -> str:
-        return f"<ClusterCoordinator of {self.strategy!r}>"
-
-    def schedule(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        key: str = "",
-        wait: float | None = None,
-    ) -> RemoteValue:
-        """Queue a function for some worker, and return its result-to-be.
-
-        The function, with the values it captures, is taken as it is at its first `schedule`, `fit` or `evaluate`;
-        what changes from call to call is an argument. Where its code, or that of functions and classes of yours that it
-        reaches, is another one, it is a new function. A captured name that leads to another value keeps the first one,
-        and the log warns of it, once; what is changed in place is not seen. Make it once, before the loop: a new lambda
-        or partial in each call costs some 0.3 ms, ten times as much as the same function again, and 1 ms if it captures
-        another value each time. Per-worker iterators become the executing worker's own, RemoteValues their values once
-        they are ready. If the worker dies the function runs again elsewhere, its updates are applied once.
-
-        Blocks while the queue is full, and, where an earlier function has failed, until all that runs has stopped.
-
-        Args:
-            fn: any callable.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            timeout: seconds that it may run on a worker, each time. Then it fails with FunctionTimeoutError, whatever
-                it does: it is stopped at its next read or update, what it still updates is refused, what it returns
-                is dropped, and its worker is used again when it has ended (see `cancel` for one that never does).
-                Without a timeout it may run for ever.
-            retries: how often it is run again when it raises, or runs too long. Updates of a run that failed count
-                once: the next run's are the same ones. Between two runs lies the end of the first: one that has run too
-                long and comes to no read or update within 5 s more costs its worker, until it has ended there.
-            key: names this piece of the work, whoever schedules it, such as `f"epoch {epoch}, rows {a}-{b}"`. What ran
-                under this key counts once with any repetition, also if the coordinator died and the next one schedules
-                it again. The servers remember that until `forget_keys`.
-            wait: seconds to wait at most, where this blocks. Without them it may take as long as a function that hangs.
-
-        Raises:
-            MisuseError: a function with this key is scheduled and has not ended.
-            ValueError: `retries` is less than 0, or `timeout` is not above 0.
-            TypeError: `fn` is not callable, or something in the arguments can't be sent: its path is named.
-            FunctionError: an earlier function failed; this one has not been scheduled.
-            WaitTimeoutError: `wait` seconds have passed: it has not been scheduled. The message says what for.
-            PSUnavailableError: a parameter server is lost.
-        """
-        if not callable(fn):
-            raise TypeError(f"schedule takes a function, not a {type(fn).__name__}")
-        # What is not given is not looked at: of a function that takes nothing the checks were a third of the time.
-        if args is not None and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
-            raise TypeError(f"args must be a tuple or list of arguments, not a {type(args).__name__}: write args=(x,)")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs must be a dict of arguments, not a {type(kwargs).__name__}")
-        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
-            raise ValueError(f"retries is {retries!r}; it must be a whole number, 0 or more")
-        if timeout is not None and (
-            isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
-        ):
-            raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0, or None")
-        if wait is not None:
-            _check_seconds("wait", wait)
-        function = self._capture(fn)
-        if function.handles:
-            _check_no_part(function)
-        result = RemoteValue(function.name, self._resolve_handle, self)
-        call = Call(function, weakref.ref(result), retries=retries, timeout=timeout, key=_number_of(key))
-        if args or kwargs:
-            self._encode(call, args or (), dict(kwargs or {}))
-        if call.parts and not key and (visits := [part for part in call.parts if part.position is not None]):
-            key = " and ".join(f"{part.name}/{function.name}" for part in visits)
-            call.key = _number_of(key)
-        entered: list[DataPart] = []
-        try:
-            for part in call.parts:
-                part.enter()
-                entered.append(part)
-            self._dispatcher.submit(call, key, wait)
-        except BaseException:
-            for part in entered:
-                part.release()
-            raise
-        return result
-
-    def forget_keys(self, keys: Iterable[str]) -> None:
-        """Say that functions with these keys will never be scheduled again, so that the servers need not remember them.
-
-        The place for it is behind a `save_progress` that says that these are done. Forgotten before that, what they did
-        could count twice. Returns at once; the servers are told within seconds.
-
-        Raises:
-            MisuseError: a function with one of the keys has not ended. None is forgotten.
-        """
-        if isinstance(keys, str):
-            raise TypeError("forget_keys takes several keys: write forget_keys([key])")
-        self._dispatcher.forget({_number_of(key): key for key in keys})
-
-    def _encode(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Put the arguments, as they are now, into a call."""
-        waiting: dict[str, RemoteValue] = {}
-
-        def remote(leaf: Any, _attachments: object) -> value_pb2.Value | None:
-            if not isinstance(leaf, RemoteValue):
-                return None
-            # Another's is settled under another lock, and names other variables.
-            if leaf._resolve_handle is not self._resolve_handle:
-                raise MisuseError(f"{leaf!r} is another coordinator's: pass what its fetch() returns")
-            waiting[key := str(len(waiting))] = leaf
-            return placeholder(key)
-
-        attachments: list[memoryview] = []
-        handles: list[Handle] = []
-        classes: dict[str, CapturedFunction] = {}
-
-        def define(cls: type) -> str:
-            if not needs_definition(cls):
-                return ""
-            known = self._classes.get(cls)
-            if known is None:
-                known = self._classes[cls] = class_definition(cls, trusted=self.strategy.trusted)
-            classes[known.digest] = known
-            return known.digest
-
-        call.arguments = value_pb2.Value()
-        encode_call(
-            args,
-            kwargs,
-            attachments=attachments,
-            remote=remote,
-            define=define,
-            into=call.arguments,
-            handles=handles,
-        )
-        # The caller may change its arrays once this has returned.
-        call.attachments = [memoryview(bytes(attachment)) for attachment in attachments]
-        call.remote, call.classes, call.define, call.handles = waiting, classes, define, handles
-        call.parts = [handle for handle in handles if isinstance(handle, DataPart)]
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until every scheduled function has ended.
-
-        Raises:
-            FunctionError: a function failed: the first error, raised once. All else was cancelled, nothing runs.
-            PSUnavailableError: a parameter server is lost.
-            WaitTimeoutError: `timeout` seconds have passed; the message says what waits and which workers are missing.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._dispatcher.join(timeout)
-        # A server that came back while functions ended may have lost what they did: that has been said by now.
-        self.strategy.wait_for_losses(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def cancel_waiting(self, values: Iterable[RemoteValue]) -> int:
-        """Cancel those of these functions that no worker has begun, once all that run have ended; how many.
-
-        Their RemoteValues raise CancelledError.
-        """
-        return self._dispatcher.cancel_waiting(values)
-
-    def cancel(self, values: Iterable[RemoteValue] | None = None, *, kill_after: float | None = None) -> int:
-        """End the functions of these values, wherever they are, and those that take their results; how many.
-
-        At once: their RemoteValues raise CancelledError, the others go on. What runs is asked to stop, which it does at
-        its next read or update; what it still updates is refused by the servers, and its worker takes other work as
-        soon as it has stopped. It may have applied a part before, and its error says so.
-
-        Args:
-            values: None: of all functions, whoever has scheduled them.
-            kill_after: seconds for what runs to stop, also where it had been cancelled, or had failed by its timeout,
-                before. Then its worker's process is ended, with its datasets, and is to be started again as after any
-                death: a LocalCluster does so. None: it may go on for ever. A function that holds Python's lock keeps
-                its worker from hearing of it.
-        """
-        if kill_after is not None:
-            _check_seconds("kill_after", kill_after)
-        return self._dispatcher.cancel(values, kill_after)
-
-    def pending(self) -> str:
-        """Which error waits to be raised by `schedule`, `join` or `done`, and what for; "" if there is none."""
-        return self._dispatcher.pending()
-
-    def explain(self) -> str:
-        """What is waited for, by whom and since when, in a few lines: for a job that seems to hang.
-
-        The log says it by itself when nothing has come back for a minute.
-        """
-        return self._dispatcher.explain()
-
-    @property
-    def telemetry(self) -> CoordinatorTelemetry:
-        """Figures of the job, for whoever looks on: `telemetry.snapshot()`."""
-        return self.strategy.telemetry
-
-    def timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write what the cluster did of the last functions, as a trace for https://ui.perfetto.dev: a row each.
-
-        The last 2,048 attempts at functions that ran for a millisecond or longer, and every sixteenth of the shorter
-        ones, are remembered all the time. Of a process that died since there is nothing but what others saw of it.
-
-        Args:
-            path: of the file: JSON in Chrome's trace event format. One that is there is written over.
-
-        Raises:
-            OSError: it can't be written.
-        """
-        strategy = self.strategy
-        timeline.write(path, list(strategy.counts.attempts), timeline.collect(strategy.tasks))
-
-    def done(self) -> bool:
-        """Has every scheduled function ended? Raises as `join` does."""
-        return self._dispatcher.done()
-
-    def fetch(self, structure: Any, timeout: float | None = None) -> Any:
-        """Any nesting of RemoteValues with their values in their places; what is none stays as it is.
-
-        Raises:
-            WaitTimeoutError: `timeout` seconds have passed, and not all values are there.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-
-        def value_of(leaf: Any) -> Any:
-            if not isinstance(leaf, RemoteValue):
-                return leaf
-            return leaf._fetch(None if deadline is None else max(0.0, deadline - time.monotonic()), timeout)
-
-        return map_structure(value_of, structure)
-
-    def create_per_worker_dataset(self, dataset_fn: Callable[..., Any] | Iterable[Any]) -> PerWorkerDataset:
-        """A dataset on every worker: `dataset_fn()` or `dataset_fn(context)` is called there and returns an iterable.
-
-        An iterable instead of a function is sent to every worker as it is. Give `iter()` of what this returns
-        to `schedule`, or itself where each function is to begin anew. A worker that restarts builds it anew and begins
-        at its start.
-        """
-        if not callable(dataset_fn):
-            if not isinstance(dataset_fn, Iterable):
-                raise ValueError(
-                    f"create_per_worker_dataset takes a function or something to iterate over, not a "
-                    f"{type(dataset_fn).__name__}"
-                )
-            elements = dataset_fn
-            if isinstance(elements, Iterator):
-                raise ValueError("an iterator can be gone through once only: give a list, or a function that makes one")
-            function = self._captured_anew(partial_of("elements", given, elements), holds_data=True)
-        else:
-            function = self._capture(dataset_fn)
-        return PerWorkerDataset(function, self._make_iterator, self._build_dataset)
-
-    def distribute_dataset(
-        self,
-        source: Any,
-        *,
-        reader: Callable[[Any], Any] | None = None,
-        name: str | None = None,
-        on_error: OnError = "raise",
-        retries: int = RETRIES,
-    ) -> DistributedDataset:
-        """A dataset of which each example is visited exactly once an epoch, by whichever worker comes first.
-
-            data = coordinator.distribute_dataset((images, labels)).shuffle(seed=1).batch(64)
-            for part in data.repeat(3):
-                coordinator.schedule(step, args=(part,))      # def step(part): for images, labels in part: ...
-            coordinator.join()
-
-        Which examples a function reads is settled when it is scheduled: every attempt of it reads the same ones, and
-        what it does counts once, also where the coordinator dies and the next one repeats it. What was visited goes
-        into checkpoints, and a run that is restored goes on in the middle of the epoch.
-
-        Args:
-            source: what the examples come from: arrays with one example a row (a tuple or dict of them, memory-mapped
-                ones too, which are sent by the file's name); whatever has `__len__` and `__getitem__` (a list, a
-                PyTorch or Hugging Face dataset); whatever has `__len__` and `read(start, stop)`; or a function that
-                returns one of these, called here for its length and on each worker. With `reader`, a list of files.
-            reader: called with a file on a worker, returns its examples: arrays, or something to iterate over.
-            name: the position is kept under it; default: the number of the dataset in the script.
-            on_error: what becomes of examples that can't be read after the retries: "raise", DatasetError ends the
-                job's functions as any error; "skip", they are left out, logged, and counted in `skipped`.
-            retries: so often a function is run again that could not read.
-
-        Raises:
-            TypeError: there is no way to read the source.
-            ValueError: it has no examples, or an argument is out of its range.
-        """
-        assert self.strategy.positions is not None  # made with the coordinator
-        return distribute(self.strategy.positions, source, reader=reader, name=name, on_error=on_error, retries=retries)
-
-    def evaluate(
-        self,
-        step: Callable[[Any], Any],
-        dataset: DistributedDataset,
-        metrics: Mapping[str, MetricLike] | Sequence[MetricLike],
-        *,
-        shards: int | Literal["auto"] = "auto",
-        timeout: float | None = None,
-        concurrent: bool = False,
-    ) -> dict[str, Any]:
-        """Metrics over a dataset: each example exactly once, whatever dies, with the variables as they are now.
-
-        Waits for what was scheduled before; until it returns, other threads' `schedule` waits. The dataset is cut into
-        shards, in its order; each shard's states are made by one function and travel back with its result, and are
-        merged in the order of the shards. So the results are bit for bit those of one process that does the same.
-
-        With `concurrent` training goes on meanwhile, in other threads and with what is scheduled already. For a moment
-        no function runs, as for a checkpoint: those that do end first, those that wait go on waiting. In it the servers
-        copy the variables that the step reaches, and for the optimizers that it reaches what they keep beside those
-        (their averages, for one). The step reads the copies. They take memory on the servers until this returns. What
-        the step writes to a variable goes to the copy and is gone with it. An error of the evaluation's functions is
-        raised here and cancels nothing else; one of another function cancels the evaluation, and is raised by
-        `schedule`, `join` or `done`.
-
-        Args:
-            step: called on workers with each element, gives what the metrics take: a tuple such as (labels, scores),
-                or a dict with one for each metric.
-            dataset: its first epoch, once; its position does not move.
-            metrics: by name, or with names: those of `pscluster.coordinator.metrics`, or what has their four methods
-                `initial`, `update`, `merge`, `result`.
-            shards: how many functions; "auto": five a worker.
-            timeout: seconds for all of it. Without one, functions that run have 60 s to end in before copies are made.
-            concurrent: with copies of the variables, while other functions run.
-
-        Returns:
-            By name, what each metric's `result` gives.
-
-        Raises:
-            TypeError: `step` is no function, or `dataset` no distributed one.
-            MisuseError: something is no metric, or its states do not merge; or the dataset's own functions reach
-                variables, of which they would not have copies.
-            FunctionError: the step, or, unless `concurrent`, something scheduled before, failed.
-            CancelledError: with `concurrent`, another function failed meanwhile.
-            WaitTimeoutError: `timeout` seconds have passed.
-            UnavailableError: with `concurrent`, a parameter server has lost the copies: evaluate again.
-        """
-        named = by_name(metrics)
-        if shards != "auto" and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
-            raise ValueError(f"shards is {shards!r}; it must be 1 or more, or 'auto'")
-        if not callable(step):
-            raise TypeError(f"evaluate takes a step function, not a {type(step).__name__}")
-        if not isinstance(dataset, DistributedDataset):
-            raise TypeError(
-                f"evaluate takes a dataset of which each example counts once, not a {type(dataset).__name__}: give "
-                "coordinator.distribute_dataset(...).batch(64)"
-            )
-
-        captured = self.captured(step)
-        if shards == "auto":
-            shards = 5 * len(self.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
-        if concurrent:
-            return results_of(named, self._states_of_copies(step, captured.function, named, dataset, shards, timeout))
-        evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        found: list[RemoteValue] = []
-        with self._dispatcher.alone(timeout):
-            try:
-                found.extend(self.schedule(evaluate_shard, args=(part,)) for part in dataset.shards(shards))
-                self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except BaseException:
-                self._dispatcher.withdraw(self._dispatcher.tasks_of(found))
-                raise
-            states = self.fetch(found)
-        return results_of(named, states)
 
     def fit(
         self,
@@ -580,8 +147,6 @@ class ClusterCoordinator(StaysHere):
             FunctionError: a step failed. All else was cancelled, nothing runs.
             PSUnavailableError: a parameter server is lost.
         """
-        from pscluster.coordinator.training.fit import Fit, check_arguments, validation_of  # they need this module
-
         whole = {"epochs": epochs, "validation_freq": validation_freq}
         if steps_per_epoch is not None:
             whole["steps_per_epoch"] = steps_per_epoch
@@ -607,212 +172,3 @@ class ClusterCoordinator(StaysHere):
             return training.run()
         finally:
             self._training.release()
-
-    def _states_of_copies(
-        self,
-        step: Callable[[Any], Any],
-        captured: CapturedFunction,
-        metrics: Mapping[str, MetricLike],
-        dataset: DistributedDataset,
-        shards: int,
-        timeout: float | None,
-    ) -> list[States]:
-        """The states of each shard, with copies of the variables as they are now, among whatever else runs."""
-        begin = time.monotonic()
-
-        def left() -> float | None:
-            return None if timeout is None else begin + timeout - time.monotonic()
-
-        if reached := dataset.reached_variables():
-            raise MisuseError(
-                f"the dataset's own functions reach {', '.join(map(repr, reached))}, which training changes while this "
-                "is evaluated: read variables in the step instead"
-            )
-        for _ in range(len(self._remains)):
-            with contextlib.suppress(IndexError):  # another evaluation has taken it
-                self._drop(self._remains.popleft())
-        pins = Pins(self.strategy)
-        inner, shipped = captured, cast("Callable[..., Any] | FunctionHandle", step)
-        if self.strategy.trusted.pickles:  # without them its globals can be no others than they were
-            inner = captured.renamed(pins.rename)
-            shipped = FunctionHandle(inner)
-        evaluate_shard = partial_of(captured.name, states_of, shipped, metrics)
-        function = capture(evaluate_shard, pins.rename, trusted=self.strategy.trusted)
-        tasks: list[Task[Call]] = []
-        found: list[RemoteValue] = []
-        try:
-            self._dispatcher.at_once(lambda: self._dispatcher.check_no_error(function.name))
-            pins.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
-            for part in dataset.shards(shards):
-                result = RemoteValue(function.name, self._resolve_handle, self)
-                call = Call(function, weakref.ref(result), apart=True)
-                self._encode(call, (part,), {})
-                found.append(result)
-                tasks.append(self._dispatcher.submit(call, left=left()))
-            self._dispatcher.wait_for(found, left(), timeout)
-            return [value.fetch() for value in found]
-        except UnknownVariableError as error:
-            if pins.are_lost():
-                raise UnavailableError(
-                    "a parameter server came back without the copies that were evaluated: evaluate again"
-                ) from error
-            raise
-        finally:  # wherever Ctrl-C struck
-            self._dispatcher.withdraw(tasks)
-            self._dispatcher.release_function(function)
-            if inner is not captured:
-                self._dispatcher.release_function(inner)
-            self._drop(pins)
-
-    def _drop(self, pins: Pins) -> None:
-        """Now, or where a server can't be reached with the next evaluation."""
-        if not pins.drop():
-            self._remains.append(pins)
-
-    @property
-    def workers_up(self) -> int:
-        """How many workers take functions now."""
-        return self._dispatcher.workers_up
-
-    def describe(self) -> str:
-        """A line for people: what waits, what runs, which workers are missing."""
-        return self._dispatcher.describe()
-
-    def _make_iterator(self, function: CapturedFunction) -> PerWorkerIterator:
-        number = next(self._resources)
-        iterator = PerWorkerIterator(number)
-        self._per_worker[str(number)] = iterator
-        self._add_resource(worker_pb2.Resource(id=number, definition=function.digest, seed=number), function, iterator)
-        return iterator
-
-    def _build_dataset(self, function: CapturedFunction, dataset: PerWorkerDataset) -> int:
-        number = next(self._resources)
-        self._per_worker[str(number)] = dataset
-        resource = worker_pb2.Resource(id=number, definition=function.digest, seed=number, iterable=True)
-        self._add_resource(resource, function, dataset)
-        return number
-
-    def _send_pipeline(self, pipeline: Pipeline) -> Number:
-        value = next(self._resources)
-        sent = dataclasses.replace(pipeline, _orders=[])  # they are made anew
-        # By its number it is no other one's.
-        function = self._captured_anew(partial_of(f"dataset {pipeline.name!r}", numbered, sent, value), holds_data=True)
-        number = Number(value, function.handles)
-        message = worker_pb2.Resource(id=number.value, definition=function.digest, distributed=True)
-        self._add_resource(message, function, number)
-        return number
-
-    def _add_resource(self, message: worker_pb2.Resource, function: CapturedFunction, owner: object) -> None:
-        """For as long as its owner is there."""
-        self._dispatcher.add_resource(ResourceRecipe(message, function))
-        weakref.finalize(owner, self._dispatcher.release_resource, message.id).atexit = False
-
-    def _handle_of(self, kind: str, key: str) -> Handle:
-        """The handle that a function returned."""
-        if kind not in (PerWorkerIterator.handle_kind, PerWorkerDataset.handle_kind):
-            return self.strategy.resolve_handle(kind, key)
-        found = self._per_worker.get(key)
-        if found is None or found.handle_kind != kind:
-            raise MisuseError(f"a function returned a per-worker {kind} that nobody here has any more")
-        return found
-
-    def _capture(self, fn: Callable[..., Any]) -> CapturedFunction:
-        owner: Any = fn
-        name: Any = None
-        if isinstance(fn, types.MethodType):  # a new object every time it is looked up
-            owner, name = fn.__self__, fn.__func__
-        key = id(owner)
-        owned, known = self._captured.get(key, (None, {}))
-        if owned is None or owned() is not owner:
-            known = {}
-            try:
-                reference = weakref.ref(owner, lambda _: self._captured.pop(key, None))
-            except TypeError:  # not weakly referable: captured anew each time, with the same digest
-                self._count_made(fn)
-                return self._captured_anew(fn)
-            self._captured[key] = reference, known
-        found = known.get(name)
-        if found is None or not (found[1].are_same() or self._goes_on(found)):
-            if found is None:
-                self._count_made(fn)
-            found = known[name] = self._captured_anew(fn), Captures(fn)
-        return found[0]
-
-    @staticmethod
-    def _goes_on(known: _Known) -> bool:
-        """Something that the function reaches is another: does it go on as it was captured?"""
-        function, captures = known
-        changes = captures.changes()
-        if changes.code:
-            logger.info("%s is a new function: its code, or that of what it calls, is not what it was", function.name)
-            return False
-        for name in changes.values:
-            logger.warning(
-                "%s goes on with the %s that it was captured with, though another value has that name now: pass it as "
-                "an argument, or define %s again to have it captured anew",
-                function.name,
-                name,
-                function.name,
-            )
-        return True
-
-    def captured(self, fn: Callable[..., Any]) -> FunctionHandle:
-        """For what is made of a function of the user's: the function, captured as by `schedule`.
-
-        Raises:
-            TypeError: it can't be called, or sent.
-            MisuseError: it has captured a part of a dataset.
-        """
-        function = self._capture(fn)
-        _check_no_part(function)
-        return FunctionHandle(function)
-
-    def _count_made(self, fn: Callable[..., Any]) -> None:
-        """Warn, once for each, where a line of the script makes a function anew for every call."""
-        place = _where_made(fn)
-        if len(self._made) >= MAX_PLACES and place not in self._made:
-            return
-        self._made[place] += 1
-        if self._made[place] == MANY_MADE:
-            logger.warning(
-                "%s was made anew for %d calls of schedule: each costs some 0.3 ms, ten times as much as the same "
-                "function again. Make it once, before the loop, and pass what changes from call to call as an argument",
-                place,
-                MANY_MADE,
-            )
-
-    def _captured_anew(self, fn: Callable[..., Any], *, holds_data: bool = False) -> CapturedFunction:
-        return capture(fn, trusted=self.strategy.trusted, holds_data=holds_data)
-
-
-def _where_made(fn: Callable[..., Any]) -> str:
-    """In words: the function, and the line of its definition, or its class."""
-    inner: Any = fn
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    kind = "" if inner is fn else "a partial of "
-    inner = getattr(inner, "__func__", inner)  # of a method
-    code = getattr(inner, "__code__", None)
-    if code is None:
-        return kind + (getattr(inner, "__qualname__", "") or f"a {type(inner).__qualname__}")
-    return f"{kind}{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a number of seconds, 0 or more, or None")
-
-
-def _check_no_part(function: CapturedFunction) -> None:
-    if any(isinstance(handle, DataPart) for handle in function.handles):
-        raise MisuseError(f"{function.name} has captured a part of a dataset: pass it as an argument")
-
-
-def _number_of(key: str) -> int:
-    """What the servers know a key by; 0: none. Two keys share one as seldom as two of 2**64 random numbers do."""
-    if not isinstance(key, str):
-        raise TypeError(f"a key is a string, not a {type(key).__name__}")
-    if not key:
-        return 0
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") or 1

@@ -58,7 +58,7 @@ import enum
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -93,6 +93,14 @@ class Late(enum.Enum):
     END = enum.auto()  # it does not run again: see `time_out`
 
 
+class Ending(enum.Enum):
+    """What comes of a task that has not ended well."""
+
+    CANCELLED = enum.auto()
+    AGAIN = enum.auto()  # it is to run again: see `run_again`
+    FAILED = enum.auto()
+
+
 _DONE = State.DONE  # to look it up in an enum takes as long as the rest of `_end`
 
 P = TypeVar("P")
@@ -106,9 +114,13 @@ class Task(Generic[P]):
         "attempts",
         "begun_on",
         "blockers",
+        "data_retries",
+        "failures",
         "id",
+        "key",
         "payload",
         "position",
+        "retries",
         "sent",
         "since",
         "size",
@@ -126,6 +138,9 @@ class Task(Generic[P]):
         apart: bool = False,
         since: float = 0.0,
         timeout: float | None = None,
+        retries: int = 0,
+        data_retries: int = 0,
+        key: int = 0,
     ) -> None:
         self.id = 0
         self.payload = payload
@@ -138,6 +153,10 @@ class Task(Generic[P]):
         self.sent = 0.0  # when it was sent last
         self.position = 0  # in the order of all that were sent on the worker's stream
         self.timeout = timeout  # seconds that it may run, each time
+        self.retries = retries  # how often it may raise, or run too long, and is run again
+        self.data_retries = data_retries  # the same where its examples can't be read
+        self.failures = 0  # after which it was run again
+        self.key = key  # its name in the work; 0: it has none
         self.apart = apart  # its error is its own, and cancels nothing else
         self.withdrawn = False  # nobody wants it any more: where it would be queued again, or fails, it is cancelled
 
@@ -155,6 +174,9 @@ class WorkerState(Generic[P]):
     """What the scheduler knows of a worker."""
 
     up: bool = False
+    idle: bool = False  # it waits for something to do, and can be given it at once
+    leaving: bool = False  # it is to be given nothing more
+    recalled: bool = False  # it is being asked for some of what it has
     sent: dict[int, Task[P]] = field(default_factory=dict)  # in the order of sending
     limbo: list[Task[P]] = field(default_factory=list)
     strays: dict[int, Task[P]] = field(default_factory=dict)  # have ended, and may still run here
@@ -171,6 +193,11 @@ class WorkerState(Generic[P]):
         return not self.sent and not self.strays
 
     @property
+    def free(self) -> bool:
+        """It takes a function for certain: who has something may have no room."""
+        return self.idle and self.up and not self.leaving and self.empty
+
+    @property
     def window(self) -> int:
         """How many functions to keep with this worker: one until it is known how long they take."""
         if self.seconds is None:
@@ -181,7 +208,7 @@ class WorkerState(Generic[P]):
 class Scheduler(Generic[P]):
     """The queue and who has what. Its owner serialises all calls with one lock."""
 
-    def __init__(self, num_workers: int, max_attempts: int) -> None:
+    def __init__(self, num_workers: int, max_attempts: int, max_queued: float = math.inf) -> None:
         self.workers: list[WorkerState[P]] = [WorkerState() for _ in range(num_workers)]
         self.error: Exception | None = None
         self.final = False
@@ -189,6 +216,11 @@ class Scheduler(Generic[P]):
         self.ended: list[int] = []
         self.failed = self.were_cancelled = 0  # of those that have ended
         self._max_attempts = max_attempts
+        self._max_queued = max_queued
+        self._exclusive: object | None = None  # who alone may enter tasks
+        self._turn = 0  # whose turn it is when there is less to do than there are free workers
+        self._keys: set[int] = set()  # of tasks that have not ended
+        self._to_forget: set[int] = set()  # keys of what is not entered again
         self.cuts: set[object] = set()
         """Who makes a cut, or waits to."""
         self._cutter: object | None = None  # who has it now
@@ -209,6 +241,11 @@ class Scheduler(Generic[P]):
     def queued(self) -> int:
         """Tasks that could be sent now."""
         return len(self._begun) if self.cuts else len(self._begun) + len(self._queue)
+
+    @property
+    def full(self) -> bool:
+        """Nothing can be entered until something is sent."""
+        return self.waiting >= self._max_queued
 
     @property
     def entered(self) -> int:
@@ -275,6 +312,43 @@ class Scheduler(Generic[P]):
 
     # The producer's side
 
+    def may_add(self, who: object) -> bool:
+        """Return whether there is room, and nobody else has the queue to himself."""
+        return self._exclusive in (None, who) and not self.full
+
+    def begin_exclusive(self, who: object) -> bool:
+        """Let nobody else enter tasks from now on; False if somebody else has asked for that."""
+        if self._exclusive is not None:
+            return False
+        self._exclusive = who
+        return True
+
+    def end_exclusive(self, who: object) -> None:
+        """Let everybody enter tasks again."""
+        if self._exclusive == who:
+            self._exclusive = None
+
+    def is_scheduled(self, key: int) -> bool:
+        """Return whether a task with this key has not ended: a key names one piece of work."""
+        return key in self._keys
+
+    def forget(self, keys: Iterable[int]) -> set[int]:
+        """Let the servers forget those of these keys whose tasks have ended; return these."""
+        ended = {key for key in keys if key not in self._keys}
+        self._to_forget |= ended
+        return ended
+
+    @property
+    def to_forget(self) -> Set[int]:
+        """Keys that were given to `forget` since the last `take_ended`."""
+        return self._to_forget
+
+    def take_ended(self) -> tuple[list[int], set[int]]:
+        """Return what the servers need not remember: ids of tasks, and keys."""
+        ended, self.ended = self.ended, []
+        keys, self._to_forget = self._to_forget, set()
+        return ended, keys
+
     def add(self, task: Task[P]) -> None:
         """Enter a task. Only while there is no error."""
         assert self.error is None, "the error is to be taken first"
@@ -284,6 +358,8 @@ class Scheduler(Generic[P]):
             self._blocked.add(task)
         else:
             self._queue.append(task)
+        if task.key:
+            self._keys.add(task.key)
 
     def unblock(self, task: Task[P]) -> None:
         """One of the values a task waits for is ready. One that was never entered (Ctrl-C) stays out."""
@@ -319,6 +395,23 @@ class Scheduler(Generic[P]):
         assert not worker.limbo, "what it had is requeued before it comes back"
         worker.up, worker.sent_count, worker.seconds = True, 0, None
         worker.front, worker.asked = (0, 0), 0
+
+    def next_free(self) -> int | None:
+        """Return a worker that takes a function for certain, in turn; None: there is none."""
+        count = len(self.workers)
+        for place in range(self._turn, self._turn + count):
+            if self.workers[place % count].free:
+                self._turn = place % count + 1
+                return place % count
+        return None
+
+    def to_wake(self) -> list[int]:
+        """Return who is to look for something to do: as many free workers as there are tasks, in turn, or all idle."""
+        free = [index for index, worker in enumerate(self.workers) if worker.free]
+        if len(free) < self.queued:
+            return [index for index, worker in enumerate(self.workers) if worker.idle]
+        self._turn += 1
+        return [free[(self._turn + place) % len(free)] for place in range(self.queued)]
 
     def take(self, index: int, now: float = 0.0) -> list[Task[P]]:
         """The next tasks for a worker, which has them from now on."""
@@ -394,6 +487,33 @@ class Scheduler(Generic[P]):
         self._end(task, State.FAILED)
         return task, [] if task.apart else self._set_error(error)
 
+    def ended_badly(self, index: int, task: Task[P], *, stopped: bool = False, data_unread: bool = False) -> Ending:
+        """Decide what comes of a task that has not ended well. One that is to fail still has to: see `fail`.
+
+        Args:
+            index: the worker's.
+            task: which it has.
+            stopped: the worker says that it stopped as it was asked to.
+            data_unread: it raised since its examples could not be read.
+        """
+        asked = task.id == self.workers[index].asked
+        if stopped and (not asked or self.error is not None):
+            self.cancelled(index, task.id)
+            return Ending.CANCELLED
+        return Ending.AGAIN if self.retry(task, data_unread=data_unread) else Ending.FAILED
+
+    def retry(self, task: Task[P], *, data_unread: bool = False) -> bool:
+        """Decide whether a task that failed is to run again; if so this is a failure that it may have."""
+        if not self.may_retry(task, data_unread=data_unread):
+            return False
+        task.failures += 1
+        return True
+
+    def may_retry(self, task: Task[P], *, data_unread: bool = False) -> bool:
+        """Return whether it is to run again where it fails now."""
+        retries = max(task.retries, task.data_retries) if data_unread else task.retries
+        return task.failures < retries and not task.withdrawn and self.error is None
+
     def cancelled(self, index: int, task_id: int) -> Task[P] | None:
         """A function stopped because it was asked to."""
         task = self.workers[index].sent.pop(task_id, None)
@@ -431,7 +551,7 @@ class Scheduler(Generic[P]):
         they, or a machine that is taken away again and again, did. But all of them may have begun.
         """
         worker = self.workers[index]
-        worker.up = False
+        worker.up = worker.idle = False
         worker.strays.clear()
         lost = list(worker.sent.values())
         for task in lost[1:]:
@@ -468,14 +588,13 @@ class Scheduler(Generic[P]):
 
     # Too long, or not wanted
 
-    def late(self, index: int, reached: int, now: float, may_run_again: Callable[[Task[P]], bool]) -> Late | None:
+    def late(self, index: int, reached: int, now: float) -> Late | None:
         """What is to become of the first task that a worker has, if it has run longer than it may; see `first`.
 
         Args:
             index: the worker's.
             reached: the last position of which anything was sent to it.
-            now: seconds, of the clock by which `since` goes.
-            may_run_again: if it fails now.
+            now: seconds for which this process was awake.
         """
         worker, task = self.workers[index], self.first(index)
         if task is None or task.position > reached:
@@ -487,7 +606,7 @@ class Scheduler(Generic[P]):
             worker.front, worker.front_since = (task.id, task.position), now
         if task.timeout is None or (over := now - worker.front_since - task.timeout) < 0:
             return None
-        if not may_run_again(task):
+        if not self.may_retry(task):
             return Late.END
         if worker.asked != task.id:
             worker.asked = task.id
@@ -581,8 +700,24 @@ class Scheduler(Generic[P]):
         """Tasks that a worker has, in the order of sending."""
         return list(self.workers[index].sent.values())
 
+    def was_asked_to_stop(self, index: int) -> Task[P] | None:
+        """Return the task of a lost worker that had run too long there, and did not stop."""
+        worker = self.workers[index]
+        return next((task for task in worker.limbo if task.id == worker.asked), None)
+
+    def steal_for(self, index: int) -> tuple[int, Sequence[Task[P]]] | None:
+        """Return a worker that has several tasks, and its later half, for an idle one while the queue is empty.
+
+        Not from one that is being asked for some already.
+        """
+        stealer = self.workers[index]
+        if not (stealer.idle and stealer.up and stealer.empty):
+            return None
+        found = self.to_steal()
+        return None if found is None or self.workers[found[0]].recalled else found
+
     def to_steal(self) -> tuple[int, Sequence[Task[P]]] | None:
-        """For an idle worker while the queue is empty: a worker that has several tasks, and its later half."""
+        """Return a worker that has several tasks, and its later half, while the queue is empty."""
         if self.queued or self.error is not None:
             return None
         index = max(range(len(self.workers)), key=lambda i: len(self.workers[i].sent))
@@ -609,6 +744,8 @@ class Scheduler(Generic[P]):
 
     def _end(self, task: Task[P], state: State) -> None:
         task.state = state
+        if task.key:
+            self._keys.discard(task.key)
         if state is not _DONE:
             self.failed += state is State.FAILED
             self.were_cancelled += state is State.CANCELLED
@@ -635,3 +772,4 @@ class Scheduler(Generic[P]):
         held += [task.id for worker in self.workers for task in worker.limbo]
         assert len(held) == len(set(held)), "a task is in one place"
         assert len(held) + len(self.ended) <= self._last_id
+        assert self._keys == {task.key for task in self.tasks() if task.key}, "a key is a task's that has not ended"

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
-from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 from pscluster.coordinator.training.events import EventWriter
 from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, WaitTimeoutError
 from pscluster.ps.handles.optimizers import Optimizer
@@ -76,7 +76,7 @@ class Training:
         execution: what the logs of `on_train_batch_end` come from.
     """
 
-    def __init__(self, coordinator: ClusterCoordinator, params: Mapping[str, Any]) -> None:
+    def __init__(self, coordinator: FunctionQueue, params: Mapping[str, Any]) -> None:
         self.coordinator = coordinator
         self.params = dict(params)
         self.epoch = self.steps = 0
@@ -149,7 +149,7 @@ class CallbackList(Callback):
         params: see `Training`.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], coordinator: ClusterCoordinator, **params: Any) -> None:
+    def __init__(self, callbacks: Iterable[Callback], coordinator: FunctionQueue, **params: Any) -> None:
         if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
             raise TypeError(
                 "callbacks are a list of instances of pscluster.coordinator.callbacks.Callback, not "

@@ -27,11 +27,11 @@ from typing import Any, Literal, Protocol
 
 from pscluster.coordinator.data.dataset import DataPart, DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
+from pscluster.coordinator.job.context import HOPELESS
 from pscluster.coordinator.observability.events import Training
 from pscluster.coordinator.observability.progress_line import ProgressLine, choose_console
-from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
-from pscluster.coordinator.strategy import HOPELESS
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
@@ -265,7 +265,7 @@ class Fit:
 
     def __init__(
         self,
-        coordinator: ClusterCoordinator,
+        coordinator: FunctionQueue,
         step: Callable[[Any], Any],
         data: DistributedDataset | PerWorkerDataset,
         *,
@@ -291,14 +291,14 @@ class Fit:
         # The name is the work's, too.
         self._run: Callable[..., StepLogs] = partial_of(captured.function.name, logs_of_steps, captured)
         self._packing = steps_per_execution
-        self._workers = len(coordinator.strategy.cluster_resolver.cluster_spec().task_indices("worker"))
+        self._workers = len(coordinator.context.workers)
         steps = self._feed.per_epoch if self._feed.unit == "step" else None
         params = {"epochs": epochs, "steps": steps, "verbose": verbose, "validation": validation is not None}
         self._callbacks = CallbackList(callbacks, coordinator, **params)
         self._training = self._callbacks.training
         self._training.keep = self._keep
         self._history = History(epochs=epochs, steps=steps)
-        self._state = TrainingState(coordinator.strategy, coordinator.trainings_ended + 1)
+        self._state = TrainingState(coordinator.context.variables, coordinator.trainings_ended + 1)
         self._interrupts = Interrupts(self._hopeless)
         self._pending: deque[tuple[RemoteValue, _Work]] = deque()
         self._line: ProgressLine | None = None
@@ -333,11 +333,11 @@ class Fit:
             self._interrupts.hand_on()
 
     def _train(self) -> None:
-        state, strategy = self._state, self._coordinator.strategy
+        state, context = self._state, self._coordinator.context
         self._coordinator.join()
         self._feed.place()
         self._callbacks.on_train_begin()
-        live = strategy.resumed and not self._training.restored
+        live = context.resumed and not self._training.restored
         if live or self._training.restored:
             known = state.load()
             over = state.finished and (state.stopped or state.epoch >= self._epochs)
@@ -480,7 +480,7 @@ class Fit:
 
     def _tell(self, logs: Logs, steps: int, examples: int) -> None:
         """Who looks on how far it is, and how many steps and examples came since the last time."""
-        label, observed = f"epoch {self._state.epoch + 1}/{self._epochs}", self._coordinator.strategy.observed
+        label, observed = f"epoch {self._state.epoch + 1}/{self._epochs}", self._coordinator.context.observed
         training = Training(label, self._batches, self._training.params.get("steps"), "step", logs)
         observed.trained(training, steps=steps, examples=examples)
 
@@ -553,9 +553,9 @@ class Fit:
 
     def _hopeless(self) -> str:
         """Why what has begun will not end; empty: it may."""
-        strategy = self._coordinator.strategy
-        stranded = "" if strategy.dispatcher is None else strategy.dispatcher.stranded(HOPELESS)
-        return strategy.hopeless() or stranded
+        context = self._coordinator.context
+        stranded = "" if context.dispatcher is None else context.dispatcher.stranded(HOPELESS)
+        return context.hopeless() or stranded
 
     def _stop(self) -> None:
         """What has not begun is given back; the logs of what ran are taken."""

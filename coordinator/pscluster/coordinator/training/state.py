@@ -6,12 +6,10 @@ The scripts' trainings are numbered: one that is started again finds the same on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pscluster.coordinator.job.progress import TRAINING, JobProgress
-
-if TYPE_CHECKING:
-    from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.variables.creation import VariableCreator
 
 
 class TrainingState:
@@ -28,8 +26,8 @@ class TrainingState:
         callbacks: of each, what it wants to keep.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, number: int) -> None:
-        self._kept = JobProgress(strategy, TRAINING)
+    def __init__(self, variables: VariableCreator, number: int) -> None:
+        self._kept = JobProgress(variables, TRAINING)
         self.number = number
         self.finished = self.stopped = self.resumed = False
         self.epoch = self.steps = 0

@@ -13,8 +13,9 @@ import contextlib
 import json
 import logging
 import time
-from typing import TYPE_CHECKING
 
+from pscluster.coordinator.job.context import JobContext
+from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.core.errors import PsClusterError, UnknownVariableError
 from pscluster.core.fault_points import reach
 from pscluster.core.values.handles import Handle
@@ -22,10 +23,6 @@ from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
 from pscluster.ps.spec import PINNED
 from pscluster.v1 import ps_pb2
-
-if TYPE_CHECKING:
-    from pscluster.coordinator.scheduling.dispatcher import Dispatcher
-    from pscluster.coordinator.strategy import ParameterServerStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +38,12 @@ class Pins:
     """The copies for one evaluation. First `rename` is called for all that is captured, then `make`, last `drop`.
 
     Args:
-        strategy: whose variables they are of.
+        context: of the job whose variables they are.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
-        self._strategy = strategy
-        self._prefix = f"{PINNED}{strategy.numbers(1)[0]}/"
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self._prefix = f"{PINNED}{context.variables.numbers(1)[0]}/"
         self._variables: set[str] = set()
         self._optimizers: set[str] = set()
         self._made = False
@@ -80,14 +77,14 @@ class Pins:
         """
         if not self._variables:
             return
-        strategy, client, deadline = self._strategy, self._strategy.client, time.monotonic() + seconds
+        client, deadline = self._context.client, time.monotonic() + seconds
         known = client.directory()[0]  # a server that is gone is waited for here, not while nothing runs
         variables = [spec for spec in known.variables if spec.name in self._variables]
         optimizers = [spec.id for spec in known.optimizers if spec.name in self._optimizers]
         if missing := sorted(self._variables.difference(spec.name for spec in variables)):
             raise UnknownVariableError(f"the step reaches variables that are not in this job: {', '.join(missing)}")
         copies = []
-        for spec, number in zip(variables, strategy.numbers(len(variables)), strict=True):
+        for spec, number in zip(variables, self._context.variables.numbers(len(variables)), strict=True):
             copy = ps_pb2.VariableSpec()
             copy.CopyFrom(spec)
             copy.id, copy.name = number, self._prefix + spec.name
@@ -104,7 +101,7 @@ class Pins:
         if not self._made:
             return False
         with contextlib.suppress(PsClusterError):
-            for directory in self._strategy.client.directory():
+            for directory in self._context.client.directory():
                 there = {spec.name for spec in directory.variables}
                 if not there.issuperset(self._prefix + name for name in self._variables):
                     return True
@@ -115,7 +112,7 @@ class Pins:
         if not self._made:
             return True
         reach("coordinator.unpin.before")
-        dropped = self._strategy.client.delete_variables(self._prefix)
+        dropped = self._context.client.delete_variables(self._prefix)
         reach("coordinator.unpin.after")
         if not dropped:
             logger.warning("the copies of an evaluation are still on a server that can't be reached: they go later")

@@ -11,15 +11,20 @@ variables does so one at a time already. The same calls in the same order give t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
+from pscluster.coordinator.cli.tables import rendered
 from pscluster.coordinator.variables.partitioners import element_bytes
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry import Block, Partition
+from pscluster.core.sanitize import shown
+from pscluster.ps.handles.variable import Variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +176,20 @@ def _enter(loads: tuple[Load, ...], owner: int, shards: int, nbytes: int) -> tup
     load = loads[owner]
     entered = replace(load, shards=load.shards + shards, nbytes=load.nbytes + nbytes)
     return (*loads[:owner], entered, *loads[owner + 1 :])
+
+
+def placement_table(variables: Iterable[Variable], num_servers: int) -> str:
+    """Show which shard lives where, and how full each server is; see `ParameterServerStrategy.placement`."""
+    table = Table("shard", "shape", "type", "place", "bytes", title="placement")
+    per_server: dict[str, int] = {}
+    for variable in variables:
+        for shard in variable.variables:
+            per_server[shard.device] = per_server.get(shard.device, 0) + shard.nbytes
+            shape = "x".join(map(str, shard.shape)) or "scalar"
+            table.add_row(Text(shown(shard.name)), shape, shard.dtype.name, shard.device, f"{shard.nbytes:,}")
+    fullest = max(per_server.values(), default=0) or 1
+    picture = []
+    for index in range(num_servers):
+        size = per_server.get(f"/job:ps/task:{index}", 0)
+        picture.append(f"ps {index} |{'#' * round(40 * size / fullest):40}| {size:,} bytes")
+    return "\n".join([rendered(table), *picture])

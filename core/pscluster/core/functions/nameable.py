@@ -12,7 +12,7 @@ from __future__ import annotations
 _ERRORS = (
     *("PsClusterError", "ConfigurationError", "MisuseError", "InvalidUpdateError", "UnknownVariableError"),
     *("RefusedError", "VersionMismatchError", "AuthenticationError", "NotPermittedError", "BusyError", "StaleError"),
-    *("ProtocolError", "UnavailableError", "PSUnavailableError", "WorkerUnavailableError", "CheckpointError"),
+    *("ProtocolError", "UnavailableError", "PSUnavailableError", "CheckpointError"),
     *("CheckpointMisfitError", "WaitTimeoutError", "CancelledError", "EndOfDatasetError", "DatasetError"),
     *("FunctionCancelled", "FunctionError", "FunctionTimeoutError"),
 )

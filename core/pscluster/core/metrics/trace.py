@@ -74,6 +74,11 @@ class Recording:
         self.asked: deque[Asked] = deque(maxlen=MAX_REQUESTS)
         self.served: deque[Served] = deque(maxlen=MAX_REQUESTS)
 
+    def forget_functions(self) -> None:
+        """Drop what functions of an earlier job did: those of the next one have the same numbers."""
+        self.runs.clear()
+        self.asked.clear()
+
     def messages(self) -> Iterator[node_pb2.Recorded]:
         """All of it."""
         for run in self.runs.copy():  # at once: others add

@@ -58,11 +58,10 @@ from pscluster.core.transport.methods import Stub
 from pscluster.core.transport.payload_sink import Landing
 from pscluster.ps.client.connections import Server, Session, new_session
 from pscluster.ps.client.read_cache import Kept, Verdict, kept_bytes
+from pscluster.ps.client.read_plans import MAX_PLANS, Array, ReadPlan, WholeVariable
 from pscluster.ps.client.watchdog import SilentError
-from pscluster.ps.read_plans import Array, ReadPlan, WholeVariable, remember
 from pscluster.ps.request_metrics import ClientCounts
-from pscluster.ps.server.store import partition_of
-from pscluster.ps.spec import COPY, MAX_ITEMS, ROWS_IDS_BYTES, SESSION_BYTES, part_name
+from pscluster.ps.spec import COPY, MAX_ITEMS, ROWS_IDS_BYTES, SESSION_BYTES, part_name, partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 
 _SLOWEST_BYTES_PER_SECOND = 5 << 20  # a transfer slower than this has hung
@@ -507,7 +506,9 @@ class PsClient:
         if plan is None:
             plan = ReadPlan(self.job, describe())
             with self._planning:
-                remember(self._plans, key, plan)
+                while len(self._plans) >= MAX_PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[key] = plan
         if max(plan.sizes.values(), default=0) > SESSION_BYTES:
             return None
         function = self._begin()

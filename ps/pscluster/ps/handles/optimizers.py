@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypedDict, Unpack
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core import checks
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.functions.definitions import capture
 from pscluster.core.values.handles import Handle
@@ -24,8 +25,7 @@ from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import Array, IndexedSlices, JoinedVariable, SlotVariable, Variable, gradient_of
 from pscluster.ps.optim.schedules import LearningRateSchedule
 from pscluster.ps.optim.schedules import from_spec as schedule_from_spec
-from pscluster.ps.server.shard import AVERAGE
-from pscluster.ps.server.store import OWN_RULE
+from pscluster.ps.spec import AVERAGE, OWN_RULE
 from pscluster.v1 import ps_pb2
 
 Gradient = npt.ArrayLike | IndexedSlices | None
@@ -73,12 +73,8 @@ class _Treatment:
     def __post_init__(self) -> None:
         for name in ("clipvalue", "clipnorm", "global_clipnorm", "loss_scale_factor"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            number = _number(value)
-            if not 0 < number < math.inf:
-                raise ValueError(f"{name} is {value!r}; it must be a number above 0, or None for none")
-            object.__setattr__(self, name, number)
+            if value is not None:
+                object.__setattr__(self, name, checks.real(name, value, ", or None for none", above=0))
         if self.clipnorm is not None and self.global_clipnorm is not None:
             raise ValueError("clipnorm and global_clipnorm are both set: give one of them")
         if self.nonfinite not in _POLICIES:
@@ -106,16 +102,6 @@ class _Treatment:
             norm = _norm(gradients)
             gradients = [_scaled(gradient, self.global_clipnorm, norm) for gradient in gradients]
         return gradients
-
-
-def _number(value: object) -> float:
-    """A real number as a float, NaN for whatever is none."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 def _norm(gradients: Sequence[Array]) -> float:
@@ -163,11 +149,8 @@ class Optimizer(Handle):
             if key not in Common.__annotations__:
                 known = ", ".join(Common.__annotations__)
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}; all optimizers have {known}")
-        use_ema, momentum = common.get("use_ema", False), _number(common.get("ema_momentum", 0.99))
-        if not isinstance(use_ema, bool):
-            raise ValueError(f"use_ema is {use_ema!r}; it must be True or False")
-        if not 0 < momentum < 1:
-            raise ValueError(f"ema_momentum is {common['ema_momentum']!r}; it must be a number above 0 and below 1")
+        use_ema = checks.flag("use_ema", common.get("use_ema", False))
+        momentum = checks.real("ema_momentum", common.get("ema_momentum", 0.99), above=0, below=1)
         treatment = _Treatment(**{key: common[key] for key in _Treatment.__dataclass_fields__ if key in common})  # type: ignore[literal-required]
         creator = current_creator(f"optimizer {type(self).__name__}")
         numbers, flags = rule.to_spec()
@@ -226,15 +209,13 @@ class Optimizer(Handle):
 
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
-        if not isinstance(value, LearningRateSchedule) and not 0 <= _number(value) < math.inf:
-            raise ValueError(f"learning_rate is {value!r}; it must be a schedule, or a number that is at least 0")
         spec = ps_pb2.OptimizerSpec()
         spec.CopyFrom(self._spec)
         spec.schedule = ""
         if isinstance(value, LearningRateSchedule):
             spec.schedule = json.dumps(value.to_spec())
         else:
-            spec.numbers["learning_rate"] = _number(value)
+            spec.numbers["learning_rate"] = checks.real("learning_rate", value, ", or a schedule", at_least=0)
         if spec.rule == OWN_RULE and not self._forms:
             raise MisuseError(f"the learning rate of {self.name!r}, a rule of your own, is set on the coordinator only")
         self._client.create_optimizer(spec, self._forms)
@@ -356,26 +337,24 @@ def _values(gradient: npt.ArrayLike | IndexedSlices) -> Array:
 
 
 class _BuiltIn(Optimizer):
-    """One of the rules that the servers know."""
+    """One of the rules that the servers know. Its arguments are the rule's hyperparameters, and `Common`."""
 
-    def _make(
-        self,
-        rule: type[optim.UpdateRule],
-        learning_rate: LearningRate,
-        common: Common,
-        hyperparameters: Mapping[str, float | bool],
-    ) -> None:
-        given = dict(hyperparameters)
+    _rule: ClassVar[type[optim.UpdateRule]]
+
+    def _make(self, arguments: Mapping[str, Any]) -> None:
+        """Create it with the arguments of `__init__`, given as its `locals()`."""
+        common = arguments["common"]
+        given = {item.name: arguments[item.name] for item in fields(self._rule) if item.name in arguments}
         if "weight_decay" in common:
             given["weight_decay"] = common["weight_decay"]
-        if isinstance(learning_rate, LearningRateSchedule):
-            self._create(rule(**given), learning_rate, common)
-        else:
-            self._create(rule(learning_rate=learning_rate, **given), None, common)
+        schedule = given.pop("learning_rate") if isinstance(given["learning_rate"], LearningRateSchedule) else None
+        self._create(self._rule(**given), schedule, common)
 
 
 class SGD(_BuiltIn):
     """Stochastic gradient descent, with momentum or Nesterov's; see `rules.SGD` for the formula."""
+
+    _rule = optim.SGD
 
     def __init__(
         self,
@@ -384,11 +363,13 @@ class SGD(_BuiltIn):
         nesterov: bool = False,
         **common: Unpack[Common],
     ) -> None:
-        self._make(optim.SGD, learning_rate, common, {"momentum": momentum, "nesterov": nesterov})
+        self._make(locals())
 
 
 class Adagrad(_BuiltIn):
     """Adagrad; see `rules.Adagrad` for the formula."""
+
+    _rule = optim.Adagrad
 
     def __init__(
         self,
@@ -397,12 +378,13 @@ class Adagrad(_BuiltIn):
         epsilon: float = 1e-7,
         **common: Unpack[Common],
     ) -> None:
-        given = {"initial_accumulator_value": initial_accumulator_value, "epsilon": epsilon}
-        self._make(optim.Adagrad, learning_rate, common, given)
+        self._make(locals())
 
 
 class Adam(_BuiltIn):
     """Adam, or AMSGrad; see `rules.Adam` for the formula."""
+
+    _rule = optim.Adam
 
     def __init__(
         self,
@@ -413,10 +395,7 @@ class Adam(_BuiltIn):
         amsgrad: bool = False,
         **common: Unpack[Common],
     ) -> None:
-        given = {"beta_1": beta_1, "beta_2": beta_2, "epsilon": epsilon, "amsgrad": amsgrad}
-        self._make(self._rule, learning_rate, common, given)
-
-    _rule: type[optim.Adam] = optim.Adam
+        self._make(locals())
 
 
 class AdamW(Adam):
@@ -428,6 +407,8 @@ class AdamW(Adam):
 class RMSprop(_BuiltIn):
     """RMSprop, also centered and with momentum; see `rules.RMSprop` for the formula."""
 
+    _rule = optim.RMSprop
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -437,12 +418,13 @@ class RMSprop(_BuiltIn):
         centered: bool = False,
         **common: Unpack[Common],
     ) -> None:
-        given = {"rho": rho, "momentum": momentum, "epsilon": epsilon, "centered": centered}
-        self._make(optim.RMSprop, learning_rate, common, given)
+        self._make(locals())
 
 
 class Ftrl(_BuiltIn):
     """Follow the regularised leader; see `rules.Ftrl` for the formula."""
+
+    _rule = optim.Ftrl
 
     def __init__(
         self,
@@ -455,19 +437,13 @@ class Ftrl(_BuiltIn):
         beta: float = 0.0,
         **common: Unpack[Common],
     ) -> None:
-        given = {
-            "learning_rate_power": learning_rate_power,
-            "initial_accumulator_value": initial_accumulator_value,
-            "l1_regularization_strength": l1_regularization_strength,
-            "l2_regularization_strength": l2_regularization_strength,
-            "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
-            "beta": beta,
-        }
-        self._make(optim.Ftrl, learning_rate, common, given)
+        self._make(locals())
 
 
 class Adadelta(_BuiltIn):
     """Adadelta; see `rules.Adadelta` for the formula."""
+
+    _rule = optim.Adadelta
 
     def __init__(
         self,
@@ -476,11 +452,13 @@ class Adadelta(_BuiltIn):
         epsilon: float = 1e-7,
         **common: Unpack[Common],
     ) -> None:
-        self._make(optim.Adadelta, learning_rate, common, {"rho": rho, "epsilon": epsilon})
+        self._make(locals())
 
 
 class Lion(_BuiltIn):
     """Lion; see `rules.Lion` for the formula."""
+
+    _rule = optim.Lion
 
     def __init__(
         self,
@@ -489,9 +467,9 @@ class Lion(_BuiltIn):
         beta_2: float = 0.99,
         **common: Unpack[Common],
     ) -> None:
-        self._make(optim.Lion, learning_rate, common, {"beta_1": beta_1, "beta_2": beta_2})
+        self._make(locals())
 
 
 _CLASSES: dict[str, type[Optimizer]] = {
-    cls.__name__.lower(): cls for cls in (SGD, Adagrad, Adam, AdamW, RMSprop, Ftrl, Adadelta, Lion)
+    cls._rule.name: cls for cls in (SGD, Adagrad, Adam, AdamW, RMSprop, Ftrl, Adadelta, Lion)
 }

@@ -28,11 +28,11 @@ from pscluster.core.transport.frames import view
 from pscluster.core.values import describe, map_structure
 from pscluster.core.values.handles import Handle
 from pscluster.ps.client.client import PsClient, ReadPart, UpdatePart
+from pscluster.ps.client.read_plans import WholeVariable
 from pscluster.ps.handles.operators import Arithmetic
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, current_creator
 from pscluster.ps.optim import compute_dtype, deduplicate
-from pscluster.ps.read_plans import WholeVariable
-from pscluster.ps.server.store import check_kind, partition_of
+from pscluster.ps.spec import check_kind, partition_of
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]

@@ -16,16 +16,17 @@ round beta = 0.999 to float32 would by itself shift the second form's limit by 1
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
-from math import isfinite, sqrt
+from math import sqrt
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
+
+from pscluster.core import checks
 
 __all__ = [
     "RULES",
@@ -52,27 +53,10 @@ _TINY = 1.2e-38
 # Makes all but the smallest subnormal numbers larger than a learning rate, or infinite. Finite in float32.
 _HUGE = 3e38
 
-_LIMITS = {
-    "at least": operator.ge,
-    "above": operator.gt,
-    "at most": operator.le,
-    "below": operator.lt,
-}
 
-
-def number(
-    default: float,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> float:
-    """A hyperparameter of a rule: a field with its default and the limits that `UpdateRule` checks."""
-    limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    made: float = field(
-        default=default, metadata={phrase: limit for phrase, limit in limits.items() if limit is not None}
-    )
+def number(default: float, **limits: Unpack[checks.Limits]) -> float:
+    """Declare a hyperparameter of a rule: a field with its default and the limits that `UpdateRule` checks."""
+    made: float = field(default=default, metadata=limits)
     return made
 
 
@@ -162,22 +146,11 @@ class UpdateRule(ABC):
 
 
 def _checked(rule: str, item: Field[Any], value: object) -> float | bool:
-    """A hyperparameter's value as float or bool, if it is within its limits."""
+    """Return a hyperparameter's value as float or bool, if it is within its limits."""
+    name = f"{rule}: {item.name}"
     if isinstance(item.default, bool):
-        if isinstance(value, bool | np.bool_):
-            return bool(value)
-        raise ValueError(f"{rule}: {item.name} is {value!r}, but must be True or False")
-    must = " and ".join(f"{phrase} {limit:g}" for phrase, limit in item.metadata.items()) or "finite"
-    refusal = f"{rule}: {item.name} is {value!r}, but must be a number, {must}: the default is {item.default:g}"
-    if isinstance(value, bool | np.bool_ | str | bytes):
-        raise ValueError(refusal)
-    try:
-        result = float(value)  # type: ignore[arg-type]  # the error is the check
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(refusal) from None
-    if not isfinite(result) or not all(_LIMITS[name](result, limit) for name, limit in item.metadata.items()):
-        raise ValueError(refusal)
-    return result
+        return checks.flag(name, value)
+    return checks.real(name, value, f": the default is {item.default:g}", **item.metadata)
 
 
 def _counted(step: int) -> int:
@@ -503,7 +476,7 @@ class Ftrl(_Decaying):
     def scalars(self, step: int) -> Scalars:
         keep, rate = super().scalars(step)
         if rate <= 0:
-            raise ValueError(f"ftrl: the learning rate at step {step} is {rate:g}, but must be above 0")
+            raise ValueError(f"ftrl: the learning rate at step {step} is {rate:g}; it must be above 0")
         return (keep, 1.0 / rate, self.beta / rate + 2.0 * self.l2_regularization_strength)
 
     def apply(

@@ -20,9 +20,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
+
+from pscluster.core import checks
 
 __all__ = [
     "SCHEDULES",
@@ -125,7 +127,7 @@ class ExponentialDecay(LearningRateSchedule):
     def __post_init__(self) -> None:
         _real(self, "initial_learning_rate")
         _whole(self, "decay_steps")
-        _real(self, "decay_rate", above=True)
+        _real(self, "decay_rate", above=0)
         _flag(self, "staircase")
 
     def at(self, step: int) -> float:
@@ -151,9 +153,9 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         for item in ("boundaries", "values"):
             given = getattr(self, item)
             if isinstance(given, str | bytes) or not isinstance(given, Sequence | np.ndarray):
-                raise ValueError(f"{self.name}: {item} is {given!r}, but must be a sequence of numbers")
-        _set(self, "boundaries", tuple(_as_whole(self, "boundaries", value, 0) for value in self.boundaries))
-        _set(self, "values", tuple(_as_real(self, "values", value) for value in self.values))
+                raise ValueError(f"{self.name}: {item} is {given!r}; it must be a sequence of numbers")
+        _set(self, "boundaries", tuple(_steps(self, "boundaries", value, 0) for value in self.boundaries))
+        _set(self, "values", tuple(checks.real(f"{self.name}: values", value, at_least=0) for value in self.values))
         if any(a >= b for a, b in itertools.pairwise(self.boundaries)):
             raise ValueError(f"{self.name}: boundaries are {self.boundaries}, but each must be above the one before it")
         if len(self.values) != len(self.boundaries) + 1:
@@ -188,7 +190,7 @@ class PolynomialDecay(LearningRateSchedule):
         _real(self, "initial_learning_rate")
         _whole(self, "decay_steps")
         _real(self, "end_learning_rate")
-        _real(self, "power", above=True)
+        _real(self, "power", above=0)
         _flag(self, "cycle")
 
     def at(self, step: int) -> float:
@@ -247,7 +249,7 @@ class CosineDecay(LearningRateSchedule):
     def __post_init__(self) -> None:
         _real(self, "initial_learning_rate")
         _whole(self, "decay_steps")
-        _real(self, "alpha", at_most=1)
+        _real(self, "alpha", at_least=0, at_most=1)
         if self.warmup_target is not None:
             _real(self, "warmup_target")
         _whole(self, "warmup_steps", at_least=0)
@@ -290,7 +292,7 @@ class CosineDecayRestarts(LearningRateSchedule):
         _whole(self, "first_decay_steps")
         _real(self, "t_mul", at_least=1)
         _real(self, "m_mul")
-        _real(self, "alpha", at_most=1)
+        _real(self, "alpha", at_least=0, at_most=1)
 
     def at(self, step: int) -> float:
         restarts, done = self._period(step)
@@ -385,62 +387,20 @@ def _set(schedule: LearningRateSchedule, item: str, value: object) -> None:
     object.__setattr__(schedule, item, value)  # the dataclass is frozen
 
 
-def _real(
-    schedule: LearningRateSchedule,
-    item: str,
-    *,
-    at_least: float = 0,
-    above: bool = False,
-    at_most: float | None = None,
-) -> None:
-    """Make a parameter a float within its limits; with `above` the lower one itself is outside."""
-    value = getattr(schedule, item)
-    _set(schedule, item, _as_real(schedule, item, value, at_least=at_least, above=above, at_most=at_most))
-
-
-def _as_real(
-    schedule: LearningRateSchedule,
-    item: str,
-    value: object,
-    *,
-    at_least: float = 0,
-    above: bool = False,
-    at_most: float | None = None,
-) -> float:
-    must = f"{'above' if above else 'at least'} {at_least:g}" + ("" if at_most is None else f" and at most {at_most:g}")
-    refusal = f"{schedule.name}: {item} is {value!r}, but must be a finite number, {must}"
-    if isinstance(value, bool | np.bool_ | str | bytes):
-        raise ValueError(refusal)
-    try:
-        real = float(value)  # type: ignore[arg-type]  # the error is the check
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(refusal) from None
-    low = real < at_least or (above and real == at_least)
-    if not math.isfinite(real) or low or (at_most is not None and real > at_most):
-        raise ValueError(refusal)
-    return real
+def _real(schedule: LearningRateSchedule, item: str, **limits: Unpack[checks.Limits]) -> None:
+    """Make a parameter a float within its limits, 0 or more unless others are given."""
+    name = f"{schedule.name}: {item}"
+    _set(schedule, item, checks.real(name, getattr(schedule, item), **limits or checks.Limits(at_least=0)))
 
 
 def _whole(schedule: LearningRateSchedule, item: str, *, at_least: int = 1) -> None:
     """Make a parameter an int within its limit."""
-    _set(schedule, item, _as_whole(schedule, item, getattr(schedule, item), at_least))
+    _set(schedule, item, _steps(schedule, item, getattr(schedule, item), at_least))
 
 
-def _as_whole(schedule: LearningRateSchedule, item: str, value: object, at_least: int) -> int:
-    refusal = f"{schedule.name}: {item} is {value!r}, but must be a whole number of steps, at least {at_least}"
-    if isinstance(value, bool | np.bool_ | str | bytes):
-        raise ValueError(refusal)
-    try:
-        whole = int(value)  # type: ignore[call-overload]  # the error is the check
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(refusal) from None
-    if whole != value or whole < at_least:
-        raise ValueError(refusal)
-    return int(whole)
+def _steps(schedule: LearningRateSchedule, item: str, value: object, at_least: int) -> int:
+    return checks.whole(f"{schedule.name}: {item}", value, kind="whole number of steps", at_least=at_least)
 
 
 def _flag(schedule: LearningRateSchedule, item: str) -> None:
-    value = getattr(schedule, item)
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{schedule.name}: {item} is {value!r}, but must be True or False")
-    _set(schedule, item, bool(value))
+    _set(schedule, item, checks.flag(f"{schedule.name}: {item}", getattr(schedule, item)))

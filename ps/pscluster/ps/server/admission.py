@@ -13,13 +13,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from pscluster.core.errors import PSUnavailableError
+from pscluster.core.errors import InvalidUpdateError, PSUnavailableError
+from pscluster.core.transport.frames import ALIGNMENT, padding
+from pscluster.ps.server.updates import Change
+from pscluster.v1 import ps_pb2
 
 DEFAULT_MIB = 256
+
+WHOLE_PULL_BYTES = 16 << 20
+"""What a pull of whole shards takes of the budget at most. It needs memory for the old values of what is changed while
+it goes out, which is seldom much; were it all of the pull's bytes, one slow reader would keep everybody waiting."""
 
 
 class Call(Protocol):
@@ -92,3 +99,25 @@ class Budget:
     def _look(self) -> None:
         with self._condition:
             self._condition.notify_all()
+
+
+def memory_of_read(request: ps_pb2.ReadRequest, total: int) -> int:
+    """Return what a pull of so many bytes may need: rows and boxes are copied before they are sent."""
+    return min(total, WHOLE_PULL_BYTES) if all(item.rows.all for item in request.items) else total
+
+
+def check_amount(changes: Sequence[Change], total: int, budget: int) -> None:
+    """InvalidUpdateError if an update brings more than large requests may have together, and than it changes.
+
+    One that names a shard again and again could bring any amount; so could one that names rows again and again.
+    """
+    if total <= budget:
+        return
+    shards = {id(change.shard): change.shard.array.nbytes for change in changes}
+    room = sum(size + padding(size) for size in shards.values())
+    ids = sum(change.item.rows.ids * 8 + ALIGNMENT for change in changes)
+    if total > room + min(ids, room):
+        raise InvalidUpdateError(
+            f"an update of {total:,} bytes to shards of {room:,}, the limit is {budget:,} (--in-flight-mib) or "
+            "what they have: send less at a time"
+        )

@@ -1,113 +1,135 @@
-"""Initial values that are made on the server where they live: by its own initializers, or by the user's function."""
+"""Creation on a server: variables with the shards that live here, and optimizers."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import json
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from pscluster.core.dtypes import converted
-from pscluster.core.errors import InvalidUpdateError, MisuseError, PsClusterError
+from pscluster.core.dtypes import dtype_named
+from pscluster.core.errors import InvalidUpdateError, ProtocolError, UnknownVariableError
 from pscluster.core.functions.definitions import resolve
 from pscluster.core.geometry import Partition
-from pscluster.core.values.handles import Handle
-from pscluster.ps.initializers import from_spec
+from pscluster.core.limits import check_name
+from pscluster.core.transport.frames import padding
+from pscluster.ps.optim import RULES, UpdateRule
+from pscluster.ps.optim.schedules import from_spec as schedule_from_spec
+from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
+from pscluster.ps.server.initialization import initial_values, initializer_of, no_handles
+from pscluster.ps.server.payload import Payload
+from pscluster.ps.server.shard import Array, Shard
+from pscluster.ps.server.store import Store
+from pscluster.ps.spec import COPY, partition_of
 from pscluster.v1 import ps_pb2
 
-Array = npt.NDArray[Any]
-Fill = Callable[[tuple[int, ...], tuple[int, ...], Array], None]
-"""(shape of the whole, where the block starts in it, the block to fill)"""
+
+def expected_bytes(store: Store, request: ps_pb2.CreateRequest) -> int | None:
+    """Payload bytes that a create request must bring; None: any. Refuses what can't be created."""
+    store.check_job(request.job)
+    if request.HasField("optimizer"):
+        return None
+    spec = request.variable
+    if spec.id == 0 or not spec.name:
+        raise ProtocolError("a variable without a number or a name")
+    check_name(spec.name, "a variable's name")
+    store.check_name(spec)
+    if request.HasField("initializer"):
+        return None
+    partition, dtype = partition_of(spec), dtype_named(spec.dtype)
+    sizes = [partition.block(i).size * dtype.itemsize for i, owner in enumerate(spec.owners) if owner == store.index]
+    return sum(size + padding(size) for size in sizes)
 
 
-def filler(initializer: ps_pb2.Initializer, bulk: memoryview, name: str) -> Fill:
-    """What fills a shard. UnresolvedReference if the function's reference leads nowhere here."""
-    if not initializer.HasField("function"):
-        try:
-            built_in = from_spec(initializer.name, json.loads(initializer.numbers or "{}"))
-        except (TypeError, ValueError, RecursionError, PsClusterError) as error:
-            raise InvalidUpdateError(f"variable {name!r}: {error}") from None
-        return lambda shape, start, out: built_in.generate(shape, out.dtype, start, out)
-    function = resolve(initializer.function, bulk, no_handles)
-    return lambda shape, start, out: _call(function, shape, start, out, name)
+def create(store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> None:
+    """Add a variable, with the initial values of the shards that live here, or an optimizer."""
+    store.check_job(request.job)
+    if request.HasField("optimizer"):
+        _create_optimizer(store, request, payload)
+    else:
+        store.add(request.variable, request.job, lambda: make_variable(store, request, payload))
 
 
-def _call(function: Callable[..., Any], shape: tuple[int, ...], start: tuple[int, ...], out: Array, name: str) -> None:
-    arguments, keywords, part = _takes(function, shape, out.dtype)
-    given = {"partition_shape": out.shape, "partition_offset": start}
-    value = np.asarray(function(*arguments, **{keyword: given[keyword] for keyword in keywords}))
-    wanted = out.shape if part == "named" else shape
-    if part == "none" or (part == "any" and value.shape != out.shape):
-        index = tuple(slice(a, a + n) for a, n in zip(start, out.shape, strict=True))
-        with contextlib.suppress(ValueError):
-            value = np.broadcast_to(value, shape)[index]
-    if value.shape != out.shape:
-        raise ValueError(f"it gave an array of shape {value.shape} where {wanted} was asked for")
-    np.copyto(out, converted(value, out.dtype, name, "initial value"))
+def make_variable(store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> HeldVariable:
+    """Make a variable, with the shards that live here; it is not entered yet."""
+    spec = request.variable
+    partition, dtype = partition_of(spec), dtype_named(spec.dtype)
+    if request.initializer.name == COPY:
+        return HeldVariable(spec, dtype, partition, _copied(store, spec, request.initializer))
+    if request.HasField("initializer"):
+        fill = initializer_of(request.initializer, payload.joined(), spec.name)
+        arrays = initial_values(spec, partition, dtype, store.index, fill)
+    else:
+        arrays = _given(store, spec, partition, dtype, payload)
+    return HeldVariable(spec, dtype, partition, {shard: Shard(array) for shard, array in arrays.items()})
 
 
-def _takes(
-    function: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> tuple[tuple[object, ...], list[str], Literal["none", "named", "any"]]:
-    """The arguments for the function, positional and by keyword, and whether it asks for the part to be made.
-
-    The peer's users often give one that has its shape and dtype already, or takes any keywords.
-    """
+def _copied(store: Store, spec: ps_pb2.VariableSpec, initializer: ps_pb2.Initializer) -> dict[int, Shard]:
+    """The shards of another variable that live here, as they are now."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return (shape, dtype), [], "none"
-    part: Literal["none", "named", "any"] = "none"
-    keywords = [keyword for keyword in ("partition_shape", "partition_offset") if keyword in signature.parameters]
-    if keywords:
-        part = "named"
-    elif any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
-        part, keywords = "any", ["partition_shape", "partition_offset"]
-    for arguments in ((shape, dtype), ()):
-        with contextlib.suppress(TypeError):
-            signature.bind(*arguments, **dict.fromkeys(keywords))
-            return arguments, keywords, part
-    raise TypeError(
-        f"it takes {signature}, but is called with (shape, dtype), and with partition_shape and partition_offset "
-        "by keyword where it names them"
-    )
-
-
-def born(
-    spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], owner: int, fill: Fill
-) -> dict[int, Array]:
-    """The initial values of the shards of one owner. InvalidUpdateError, naming the variable, if one can't be made."""
-    arrays = {}
-    for shard, where in enumerate(spec.owners):
-        if where != owner:
-            continue
-        block = partition.block(shard)
-        size = block.size * dtype.itemsize
-        too_large = InvalidUpdateError(
-            f"variable {spec.name!r}: ps {owner} has no memory for {size:,} bytes of it; cut it into more shards"
+        numbers = json.loads(initializer.numbers)
+        source, optimizers = int(numbers["variable"]), set(map(int, numbers["optimizers"]))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ProtocolError(f"variable {spec.name!r}, a copy of nothing: {error!r}") from None
+    held = store.directory.variables.get(source)
+    if held is None:
+        raise UnknownVariableError(f"variable {spec.name!r} is to be a copy of number {source}, which is not here")
+    same = ps_pb2.VariableSpec()
+    same.CopyFrom(held.spec)
+    same.id, same.name = spec.id, spec.name
+    if same != spec:
+        raise InvalidUpdateError(
+            f"variable {spec.name!r} can't be a copy of {held.spec.name!r}, which has another shape, type, cut or "
+            "places"
         )
+    try:
+        return {number: shard.copy(optimizers) for number, shard in held.shards.items()}
+    except MemoryError:
+        size = sum(shard.nbytes for shard in held.shards.values())
+        raise InvalidUpdateError(
+            f"ps {store.index} has no memory for a copy of {held.spec.name!r}, up to {size:,} bytes"
+        ) from None
+
+
+def _given(
+    store: Store, spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], payload: Payload
+) -> dict[int, Array]:
+    """The initial values that came with the request, of the shards that live here."""
+    arrays, at = {}, 0
+    for shard, owner in enumerate(spec.owners):
+        if owner != store.index:
+            continue
+        shape = partition.block(shard).shape
         try:
-            arrays[shard] = np.empty(block.shape, dtype)
-        except (MemoryError, ValueError):  # ValueError if not even a number of bytes can be that large
-            raise too_large from None
-        try:
-            fill(partition.shape, block.start, arrays[shard])
-        except PsClusterError:
-            raise
-        except MemoryError:
-            raise too_large from None
-        except (Exception, SystemExit) as error:  # the user's function
-            raise InvalidUpdateError(
-                f"the initial value of variable {spec.name!r}, shard {shard}, could not be made on ps {owner}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            array = arrays[shard] = np.empty(shape, dtype)
+        except (MemoryError, ValueError) as error:  # ValueError: NumPy has no arrays of such a shape
+            raise InvalidUpdateError(f"variable {spec.name!r}, shard {shard}, shape {shape}: {error}") from None
+        flat = array.reshape(-1)
+        for offset, piece in payload.blocks(at, array.nbytes, dtype.itemsize):
+            low = offset // dtype.itemsize
+            flat[low : low + len(piece) // dtype.itemsize] = np.frombuffer(piece, dtype)
+        at += array.nbytes + padding(array.nbytes)
     return arrays
 
 
-def no_handles(kind: str, key: str) -> Handle:
-    """For `resolve`: what runs on a server has no handles."""
-    raise MisuseError(f"a function that runs on a parameter server can't use {kind} {key!r}")
+def _create_optimizer(store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> None:
+    spec = request.optimizer
+    if not spec.id or not spec.name:
+        raise ProtocolError("an optimizer without a number or a name")
+    check_name(spec.name, "an optimizer's name")
+    rule_class: Any = RULES.get(spec.rule)
+    if request.HasField("rule"):
+        rule_class = resolve(request.rule, payload.joined(), no_handles)
+    if not (isinstance(rule_class, type) and issubclass(rule_class, UpdateRule)):
+        raise InvalidUpdateError(f"{spec.rule!r} is no update rule; there are {', '.join(sorted(RULES))}")
+    try:
+        rule = rule_class.from_spec(spec.numbers, spec.flags)
+        if spec.schedule:
+            schedule = schedule_from_spec(json.loads(spec.schedule))
+            # The rule is a frozen value; the schedule, which counts from 0, takes the place of its constant rate.
+            object.__setattr__(rule, "learning_rate_at", lambda step: schedule(step - 1))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidUpdateError(f"optimizer {spec.name!r}: {error}") from None
+    definition = request.rule if request.HasField("rule") else None
+    by_value = bool(len(payload.joined())) or (definition is not None and bool(definition.pickle))
+    store.put_optimizer(HeldOptimizer(spec, rule, definition, by_value))

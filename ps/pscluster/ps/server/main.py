@@ -28,19 +28,20 @@ from pscluster.core.role.server import (
     with_user_token,
 )
 from pscluster.ps.server.admission import DEFAULT_MIB
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.telemetry import ServerTelemetry
 from pscluster.ps.spec import DATA_MESSAGE_BYTES, SERVICE
-from pscluster.ps.storage.manager import (
+from pscluster.ps.storage.manager import Keeper
+from pscluster.ps.storage.options import (
     DURABILITY_VARIABLE,
     SNAPSHOT_SECONDS,
     STATE_VARIABLE,
+    Durability,
     DurabilityOptions,
-    Keeper,
     default_directory,
     durability_named,
 )
-from pscluster.ps.storage.policy import Durability
 from pscluster.ps.storage.roots import Roots
 
 logger = logging.getLogger(__name__)

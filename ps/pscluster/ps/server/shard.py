@@ -25,9 +25,6 @@ from pscluster.ps.storage.spill import SavedBlock, Spill
 
 Array = npt.NDArray[np.generic]
 
-AVERAGE = "average"
-"""Name under which the average of a shard's values is read, like a slot."""
-
 
 class Shard:
     """A block of a variable. Every access to `array` and `slots` happens under `lock`."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pscluster.core.metrics.registry import OTHER, Figure, Labels, Snapshot, Telemetry
 from pscluster.ps.request_metrics import VariableCounts
 from pscluster.ps.server.admission import Budget
-from pscluster.ps.server.service import ParameterServerRole
+from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.spec import OURS, PINNED
 
 _BY = ("variable",)

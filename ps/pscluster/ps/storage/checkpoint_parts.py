@@ -27,8 +27,9 @@ import numpy as np
 
 from pscluster.core.errors import CheckpointMisfitError, StaleError, UnavailableError
 from pscluster.ps.optim import compute_dtype, new_slots
+from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.store import HeldVariable, Store
+from pscluster.ps.server.store import Store
 from pscluster.ps.spec import PINNED
 from pscluster.ps.storage.capture import Capture
 from pscluster.ps.storage.tensor_files import Array, TensorToWrite, WrittenTensor, read, tensor_name, write
@@ -302,7 +303,7 @@ def _blank(store: Store, held: HeldVariable, shard: Shard, key: str) -> Array:
         dtype = shard.array.dtype if kind == "value" else compute_dtype(shard.array.dtype)
         return np.zeros(shard.array.shape, dtype)
     number, _, slot = rest.partition("/")
-    slots = new_slots(store.optimizer(int(number)).rule, shard.array.shape, held.dtype)
+    slots = new_slots(store.directory.optimizer(int(number)).rule, shard.array.shape, held.dtype)
     if slot not in slots:
         raise CheckpointMisfitError(
             f"the checkpoint has a slot {slot!r} of {held.spec.name!r} that its optimizer does not keep"
@@ -313,7 +314,7 @@ def _blank(store: Store, held: HeldVariable, shard: Shard, key: str) -> Array:
 def _check_slots(store: Store, held: HeldVariable, arrays: Mapping[str, Array]) -> None:
     """CheckpointError if an optimizer keeps slots beside those that were saved of it."""
     for optimizer in {key.split("/")[1] for key in arrays if key.startswith("slot/")}:
-        known = store.optimizer(int(optimizer))
+        known = store.directory.optimizer(int(optimizer))
         for slot in known.rule.slots:
             if f"slot/{optimizer}/{slot}" not in arrays:
                 raise CheckpointMisfitError(

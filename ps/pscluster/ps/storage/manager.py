@@ -1,9 +1,9 @@
 """The keeper of a server's state: a thread that saves generations, and what the service calls.
 
 The service tells it of a job that began or ended, asks it to make creations durable before they are acknowledged, and
-lets updates pass through it. All decisions are `plan`'s. Nothing that serves ever waits for a generation but who made a
-variable, and updates beyond the first 64 MiB that change what is still to be written, for their old bytes to go to the
-disk (`spill`); with a log, an update waits for its record.
+applies updates within `logged`. All decisions are `plan`'s. Nothing that serves ever waits for a generation but who
+made a variable, and updates beyond the first 64 MiB that change what is still to be written, for their old bytes to go
+to the disk (`spill`); with a log, an update waits for its record.
 
 What may be lost where the process dies, between any two lines: a generation that has no manifest yet, which nobody was
 told of; updates that were not acknowledged; and what the user's choice says. A disk that is full or broken is logged
@@ -14,21 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.metrics.registry import Histogram
+from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import HeldVariable, Placed, Store
+from pscluster.ps.server.store import Store
+from pscluster.ps.server.updates import Change
 from pscluster.ps.storage.generations import DamagedError, DataFile, StateDirectory
 from pscluster.ps.storage.log import Dropped, Log, lost_in, records
-from pscluster.ps.storage.policy import Durability, SavePlan
+from pscluster.ps.storage.options import Durability, DurabilityOptions
+from pscluster.ps.storage.policy import SavePlan
 from pscluster.ps.storage.replay import (
     captured,
     losses_of,
@@ -43,44 +46,12 @@ from pscluster.v1 import ps_pb2, state_pb2
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_SECONDS = 5.0
-DURABILITY_VARIABLE = "PSCLUSTER_DURABILITY"
-STATE_VARIABLE = "PSCLUSTER_STATE_DIR"
-
 _LEAST_LOG = 64 << 20
 """A generation is due behind so much of a log: its segments are written over while the kernel still holds them, and
 little of that comes to the disk. Where the state is larger, to write it so often would cost more."""
 
 _MAX_FILES = 8
 """Shards that lie in more files than so many are written anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class DurabilityOptions:
-    """How a server keeps its state; see the command line's help for each."""
-
-    kind: Durability = Durability.NONE
-    directory: Path | None = None
-    every: float = SNAPSHOT_SECONDS
-    fsync: bool = False
-
-
-def durability_named(kind: str | None) -> Durability:
-    """The kind that is named, or else the environment's, or else snapshots. ConfigurationError if it is none."""
-    named = kind or os.environ.get(DURABILITY_VARIABLE) or Durability.SNAPSHOT.value
-    try:
-        return Durability(named)
-    except ValueError:
-        kinds = ", ".join(repr(each.value) for each in Durability)
-        raise ConfigurationError(f"durability is {named!r}; give one of {kinds}") from None
-
-
-def default_directory() -> Path:
-    """Where servers keep their state unless told otherwise: the environment's, or the user's own."""
-    if named := os.environ.get(STATE_VARIABLE):
-        return Path(named)
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "pscluster"
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,25 +298,30 @@ class Keeper:
         """Does it need an update's payload behind the update?"""
         return self._log is not None
 
-    def update(
-        self, store: Store, request: ps_pb2.UpdateRequest, placed: list[Placed], payload: Payload, total: int
-    ) -> ps_pb2.UpdateReply:
-        """Have an update applied; return when it may be acknowledged.
+    @contextlib.contextmanager
+    def logged(
+        self, store: Store, request: ps_pb2.UpdateRequest, changes: Sequence[Change], payload: Payload, total: int
+    ) -> Iterator[list[int]]:
+        """Have what the block applies of an update written down; behind it the update may be acknowledged.
+
+        Gives the list that `updates.apply` fills.
 
         Raises:
             UnavailableError: with a log, it can't be taken, or can't be acknowledged.
         """
+        applied: list[int] = []
         if self._log is None:
             try:
-                return store.update(request, placed, payload)
+                yield applied
             finally:
                 self._note_change()
+            return
         with self._changed:
             if not self._plan.is_saved(self._owed):
                 raise UnavailableError("no update is taken before it is written down that another coordinator goes on")
         job = self._job
         mine = job.lineage if job is not None and job.store is store else Lineage()  # none: its job is over
-        optimizers = {part.optimizer.spec.id: part.optimizer for part in placed if part.optimizer is not None}
+        optimizers = {change.optimizer.spec.id: change.optimizer for change in changes if change.optimizer is not None}
         used = [saved_optimizer(known) for known in optimizers.values()]
         size = total + request.ByteSize() + 16 * len(request.items) + sum(saved.ByteSize() + 8 for saved in used)
         try:
@@ -353,9 +329,8 @@ class Keeper:
         except UnavailableError:
             self._mend()
             raise
-        applied: list[int] = []
         try:
-            return store.update(request, placed, payload, applied)
+            yield applied
         finally:
             self._note_change()
             try:

@@ -21,18 +21,8 @@ served at once. After a failure it is tried again as after a success.
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass, field
-
-
-class Durability(enum.Enum):
-    """What a parameter server's death may cost."""
-
-    NONE = "none"  # all that it held
-    SNAPSHOT = "snapshot"  # what was acknowledged since the last generation
-    LOG = "log"  # nothing that was acknowledged
-
 
 PAUSE_FACTOR = 9.0
 """Saving pauses for so many times what it took."""

@@ -10,11 +10,15 @@ from typing import Any
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import PsClusterError
 from pscluster.core.transport.frames import padding
+from pscluster.ps.server import creation, updates
 from pscluster.ps.server.dedup import Origin
+from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.losses import UNKNOWN
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.store import HeldOptimizer, HeldVariable, Placed, Store, partition_of
+from pscluster.ps.server.store import Store
+from pscluster.ps.server.updates import Change
+from pscluster.ps.spec import partition_of
 from pscluster.ps.storage.capture import Capture
 from pscluster.ps.storage.generations import Array, DamagedError
 from pscluster.ps.storage.log import Dropped
@@ -59,7 +63,7 @@ def _declare(store: Store, saved: state_pb2.SavedOptimizer) -> None:
     request = ps_pb2.CreateRequest(job=store.job, optimizer=saved.spec)
     if saved.HasField("rule"):
         request.rule.CopyFrom(saved.rule)
-    store.create(request, Payload([memoryview(b"")]))
+    creation.create(store, request, Payload([memoryview(b"")]))
 
 
 def captured(
@@ -111,7 +115,7 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
         ):
             raise DamagedError(f"generation {manifest.generation} lacks shards of {spec.name!r}")
         held.append(HeldVariable(spec, dtype_named(spec.dtype), partition, mine))
-    store.restore(held, {saved.spec.id: saved.spec for saved in manifest.optimizers})
+    store.directory.restore(held, {saved.spec.id: saved.spec for saved in manifest.optimizers})
     for known in manifest.optimizers:
         if not known.by_value:
             try:
@@ -139,8 +143,8 @@ def losses_of(store: Store, holding: int) -> state_pb2.SavedLosses:
     """What is known to be lost."""
     known = store.losses
     losses = state_pb2.SavedLosses(holding=holding, life=known.before[-1] if known.before else 0)
-    for (variable, shard), updates in dict(known.total).items():
-        losses.lost.add(variable=variable, shard=shard, updates=updates, since=known.since.get((variable, shard), 0))
+    for (variable, shard), lost in dict(known.total).items():
+        losses.lost.add(variable=variable, shard=shard, updates=lost, since=known.since.get((variable, shard), 0))
     return losses
 
 
@@ -208,7 +212,7 @@ class Replay:
         self._here = {held.spec.id for held in store.held()[0]}
         self._declared: dict[int, bytes] = {}
         self.passed_over = 0  # of variables that are not there: they were deleted
-        self._early: defaultdict[tuple[int, int], dict[int, tuple[Any, Placed, Payload]]] = defaultdict(dict)
+        self._early: defaultdict[tuple[int, int], dict[int, tuple[Any, Change, Payload]]] = defaultdict(dict)
         self.applied = 0
 
     def add(self, record: state_pb2.LogRecord, payload: memoryview) -> None:
@@ -231,14 +235,14 @@ class Replay:
         counts = [record.updates[number] for number in kept]
         try:
             self._declare(record)
-            placed = self._store.place(update, sum(map(len, data.chunks)))
+            changes = updates.changes_of(self._store, update, sum(map(len, data.chunks)))
         except PsClusterError as error:
             raise DamagedError(f"an update in the log does not fit what was saved: {error}") from None
-        for part, count in zip(placed, counts, strict=True):
-            if count > part.shard.updates:
-                key = part.item.variable, part.item.shard
-                self._early[key][count] = update, part, data
-                self._go_on(part.shard, self._early[key])
+        for change, count in zip(changes, counts, strict=True):
+            if count > change.shard.updates:
+                key = change.item.variable, change.item.shard
+                self._early[key][count] = update, change, data
+                self._go_on(change.shard, self._early[key])
 
     def _declare(self, record: state_pb2.LogRecord) -> None:
         """Have the optimizers as they were when the update was applied."""
@@ -248,13 +252,13 @@ class Replay:
                 self._declared[saved.spec.id] = form
                 _declare(self._store, saved)
 
-    def _go_on(self, shard: Shard, early: dict[int, tuple[Any, Placed, Payload]]) -> None:
+    def _go_on(self, shard: Shard, early: dict[int, tuple[Any, Change, Payload]]) -> None:
         while (found := early.pop(shard.updates + 1, None)) is not None:
             self._apply(*found, shard.updates + 1)
 
-    def _apply(self, request: ps_pb2.UpdateRequest, part: Placed, payload: Payload, count: int) -> None:
+    def _apply(self, request: ps_pb2.UpdateRequest, change: Change, payload: Payload, count: int) -> None:
         try:
-            self._store.replay(request, part, payload, count)
+            updates.replay(self._store, request, change, payload, count)
         except Exception as error:
             raise DamagedError(f"an update in the log can't be applied again: {error}") from error
         self.applied += 1

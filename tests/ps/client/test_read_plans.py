@@ -14,9 +14,11 @@ from tests.conftest import OpenCall, until
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.errors import StaleError
 from pscluster.core.transport.frames import pack, unpack
-from pscluster.ps.read_plans import MAX_PLANS
+from pscluster.ps.client.read_plans import MAX_PLANS
+from pscluster.ps.server import creation
 from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.service import ParameterServerRole, ParameterServerService
+from pscluster.ps.server.role import ParameterServerRole
+from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.store import Store
 from pscluster.v1 import ps_pb2
 
@@ -32,9 +34,9 @@ def spec_of(name: str, number: int = 1, shape: tuple[int, ...] = (1,)) -> ps_pb2
 def create(store: Store, spec: ps_pb2.VariableSpec, value: int = 0) -> None:
     """Make it on a server, as its service does."""
     request = ps_pb2.CreateRequest(job=store.job, variable=spec)
-    size = store.expected_bytes(request)
+    size = creation.expected_bytes(store, request)
     assert size is not None
-    store.create(request, Payload([memoryview(value.to_bytes(8, "little") + bytes(8))[:size]]))
+    creation.create(store, request, Payload([memoryview(value.to_bytes(8, "little") + bytes(8))[:size]]))
 
 
 def read_request(job: int = 1, rows: ps_pb2.Rows | None = None, number: int = 0) -> ps_pb2.Request:
@@ -148,14 +150,14 @@ def test_threads_that_read_other_lists(strategy: ParameterServerStrategy) -> Non
 
 def test_a_variable_deleted_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not there afterwards, and another one of its name is."""
-    store, made, go_on = Store(0, 1), Store._made, threading.Event()
+    store, made, go_on = Store(0, 1), creation.make_variable, threading.Event()
 
-    def slowly(self: Store, request: ps_pb2.CreateRequest, payload: Payload) -> Any:
+    def slowly(store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> Any:
         if request.variable.id == 5:
             go_on.wait()
-        return made(self, request, payload)
+        return made(store, request, payload)
 
-    monkeypatch.setattr(Store, "_made", slowly)
+    monkeypatch.setattr(creation, "make_variable", slowly)
     raised = list[Exception]()
 
     def first() -> None:
@@ -166,10 +168,10 @@ def test_a_variable_deleted_while_it_is_made(monkeypatch: pytest.MonkeyPatch) ->
 
     thread = threading.Thread(target=first)
     thread.start()
-    until(lambda: 5 in store._unborn, "the first one is being made")
+    until(lambda: 5 in store.directory.pending, "the first one is being made")
     store.delete("w")
     create(store, spec_of("w", 6))
     go_on.set()
     thread.join()
-    assert list(store._variables) == [6]
+    assert list(store.directory.variables) == [6]
     assert "deleted while it was made" in str(raised[0])

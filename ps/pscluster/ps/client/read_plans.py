@@ -1,45 +1,28 @@
-"""Reads that are repeated: what can be prepared for them, by the client and by the server.
+"""Reads that are repeated, prepared by the client; see `pscluster.ps.server.prepared_reads` for the server's side.
 
 A training step reads the same variables again and again. To write and to check such a request item by item takes
-longer than to move its bytes (500 variables of 4 KiB: ten times as long), so both sides keep what the first time
-brought: the client its requests and where the replies' bytes go, the server, by the bytes of the request, which
-arrays it asks for. Only whole variables, and only what fits into one message, are read so.
+longer than to move its bytes (500 variables of 4 KiB: ten times as long), so what the first time brought is kept: the
+requests, and where the replies' bytes go. Only whole variables, and only what fits into one message, are read so.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import UnavailableError
 from pscluster.core.geometry import Block
-from pscluster.core.transport.frames import Buffer, before_payload, pack, padding
-from pscluster.ps.request_metrics import VariableCounts
+from pscluster.core.transport.frames import Buffer, pack, padding
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]
 
 MAX_PLANS = 64
-"""As many are kept on either side; of more, the oldest go."""
-
-MAX_REQUEST_BYTES = 64 << 10
-"""Larger requests are not kept by the server."""
-
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-def remember(plans: dict[K, V], key: K, plan: V) -> None:
-    """Keep one more; the caller holds the lock of whoever else does."""
-    while len(plans) >= MAX_PLANS:
-        del plans[next(iter(plans))]
-    plans[key] = plan
+"""As many are kept; of more, the oldest go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,38 +97,3 @@ class ReadPlan:
         """UnavailableError if the reply is not whole."""
         if len(payload) != self.sizes[server] or not reply.last:
             raise UnavailableError(f"the reply has {len(payload)} bytes, not {self.sizes[server]}")
-
-
-class PreparedRead:
-    """What a server answers to a request that it has seen before: these arrays, as they are now."""
-
-    def __init__(
-        self, sources: Sequence[tuple[threading.Lock, memoryview]], counts: Sequence[VariableCounts] = ()
-    ) -> None:
-        self.times, self.seconds = 0, 0.0  # how often it was answered, and how long that took
-        self._settled = 0, 0.0
-        self._counts = counts
-        self._sources: list[tuple[threading.Lock, memoryview, slice]] = []
-        self._total = 0
-        for lock, values in sources:
-            self._sources.append((lock, values, slice(self._total, self._total + len(values))))
-            self._total += len(values) + padding(len(values))
-        head = ps_pb2.Reply(last=True, total_bytes=self._total, read=ps_pb2.ReadReply())
-        self._head = before_payload(head, self._total) if self._total else head.SerializeToString()
-
-    def settle(self) -> None:
-        """Have the variables know what was read of them since the last time: not each time, there may be hundreds."""
-        times, seconds = self.times - self._settled[0], self.seconds - self._settled[1]
-        self._settled = self._settled[0] + times, self._settled[1] + seconds
-        if times:
-            total = sum(len(values) for _, values, _ in self._sources) or 1
-            for counts, (_, values, _) in zip(self._counts, self._sources, strict=True):
-                counts.read(len(values) * times, seconds * len(values) / total, 0, times)
-
-    def reply(self) -> list[Buffer]:
-        """The whole frame, in parts; each array as it is at one moment, under its shard's lock."""
-        payload = memoryview(bytearray(self._total))
-        for lock, values, place in self._sources:
-            with lock:
-                payload[place] = values
-        return [self._head, payload]

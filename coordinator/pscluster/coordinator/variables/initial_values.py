@@ -1,0 +1,121 @@
+"""What variables begin with: the value, shape and type that a request asks for, checked."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
+from pscluster.core.errors import MisuseError
+from pscluster.core.functions.definitions import capture, split_off_bulk
+from pscluster.core.functions.policy import Trust
+from pscluster.core.geometry import Partition
+from pscluster.ps.handles.scope import VariableRequest
+from pscluster.ps.handles.variable import Array, whole_index
+from pscluster.ps.initializers import Initializer
+from pscluster.v1 import ps_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class InitialValue:
+    """What a variable begins with: its value, or what makes it on the servers."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    value: Array | None = None
+    initializers: tuple[tuple[ps_pb2.Initializer, bytes], ...] = ()
+
+    def shards(self, partition: Partition) -> list[Array] | None:
+        """Cut the value into one array a shard; None if the servers make it."""
+        if self.value is None:
+            return None
+        return [np.ascontiguousarray(self.value[whole_index(block)]) for block in partition.blocks]
+
+
+def initial_value_of(request: VariableRequest, name: str, trusted: Trust) -> InitialValue:
+    """Return what the request asks for, checked. MisuseError, naming the variable, if that can't be."""
+    initial = request.initial_value
+    if initial is None:
+        raise MisuseError(f"variable {name!r} needs an initial_value: an array, a number, an initializer or a function")
+    if not isinstance(request.trainable, bool):
+        raise MisuseError(f"variable {name!r}: trainable is {request.trainable!r}; it must be True or False")
+    shape = None if request.shape is None else _shape_of(request.shape, name)
+    asked = None if request.dtype is None else _dtype_named(request.dtype, name)
+    if callable(initial) and not isinstance(initial, np.ndarray | np.generic):
+        if shape is not None:
+            dtype = asked or np.dtype(np.float32)
+            _check_dtype(dtype, name)
+            return InitialValue(shape, dtype, None, tuple(_initializers(initial, trusted)))
+        if isinstance(initial, Initializer) or not _can_be_called_without(initial):
+            raise MisuseError(f"variable {name!r}: what makes its initial value needs the shape: give shape=(...)")
+        initial = initial()
+    value = as_array(cast(npt.ArrayLike, initial), name, "initial value")
+    dtype = asked or _dtype_of(value, initial)
+    _check_dtype(dtype, name)
+    value = converted(value, dtype, name, "initial value")
+    try:
+        whole = np.broadcast_to(value, value.shape if shape is None else shape)
+    except ValueError:
+        raise MisuseError(f"variable {name!r}: an initial value of shape {value.shape} for the shape {shape}") from None
+    return InitialValue(whole.shape, dtype, whole)
+
+
+def _shape_of(given: Any, name: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(map(operator.index, given if isinstance(given, Iterable) else (given,)))
+    except TypeError:
+        shape = (-1,)
+    if min(shape, default=0) < 0:
+        raise MisuseError(f"variable {name!r}: shape is {given!r}, but must be lengths of axes: integers, 0 or more")
+    return shape
+
+
+def _can_be_called_without(function: Callable[..., Any]) -> bool:
+    """Without arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return True
+    try:
+        signature.bind()
+    except TypeError:
+        return False
+    return True
+
+
+def _initializers(initial: Callable[..., Any], trusted: Trust) -> Iterator[tuple[ps_pb2.Initializer, bytes]]:
+    if isinstance(initial, Initializer):
+        kind, numbers = initial.to_spec()
+        yield ps_pb2.Initializer(name=kind, numbers=json.dumps(numbers)), b""
+        return
+    for form in capture(initial, trusted=trusted).forms():
+        message = ps_pb2.Initializer(function=form)
+        bulk = split_off_bulk(message.function)
+        yield message, bulk
+
+
+def _dtype_named(asked: npt.DTypeLike, name: str) -> np.dtype[Any]:
+    if isinstance(asked, str) and asked == "bfloat16":
+        return dtype_named(asked)
+    try:
+        return np.dtype(asked)
+    except TypeError:
+        raise MisuseError(f"variable {name!r}: dtype is {asked!r}, which is none: give one such as float32") from None
+
+
+def _dtype_of(value: Array, initial: object) -> np.dtype[Any]:
+    if value.dtype == np.float64 and not hasattr(initial, "dtype"):
+        return np.dtype(np.float32)  # Python's floats, as the peer
+    return value.dtype
+
+
+def _check_dtype(dtype: np.dtype[Any], name: str) -> None:
+    if not is_variable_dtype(dtype):
+        raise MisuseError(f"variable {name!r} can't have elements of type {dtype}: give a number type such as float32")

@@ -1,0 +1,51 @@
+"""Sets of whole numbers that grow mostly at one end: functions that have ended, examples that were visited."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+
+
+class IntervalSet:
+    """A set of whole numbers, kept as disjoint, sorted, half-open intervals."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def add(self, start: int, stop: int) -> None:
+        """Add start, start + 1, ..., stop - 1."""
+        if start >= stop:
+            return
+        first = bisect_left(self._stops, start)  # the first interval that touches or follows
+        after = bisect_right(self._starts, stop)
+        if first < after:
+            start = min(start, self._starts[first])
+            stop = max(stop, self._stops[after - 1])
+        self._starts[first:after] = [start]
+        self._stops[first:after] = [stop]
+
+    def remove(self, intervals: Iterable[tuple[int, int]]) -> None:
+        """Take out intervals, each as `iter` gave it or a part of one at its beginning."""
+        for start, stop in intervals:
+            place = bisect_right(self._starts, start) - 1
+            if place < 0 or self._starts[place] != start:
+                continue
+            if self._stops[place] <= stop:
+                del self._starts[place], self._stops[place]
+            else:
+                self._starts[place] = stop
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Are start, ..., stop - 1 in it, of which there is one at least?"""
+        place = bisect_right(self._starts, start) - 1
+        return place >= 0 and stop <= self._stops[place]
+
+    def __contains__(self, number: int) -> bool:
+        return self.covers(number, number + 1)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._starts, self._stops, strict=True)
+
+    def __repr__(self) -> str:
+        return f"IntervalSet({list(self)})"

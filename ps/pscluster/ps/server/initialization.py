@@ -1,0 +1,113 @@
+"""Initial values that are made on the server where they live: by its own initializers, or by the user's function."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.dtypes import converted
+from pscluster.core.errors import InvalidUpdateError, MisuseError, PsClusterError
+from pscluster.core.functions.definitions import resolve
+from pscluster.core.geometry import Partition
+from pscluster.core.values.handles import Handle
+from pscluster.ps.initializers import from_spec
+from pscluster.v1 import ps_pb2
+
+Array = npt.NDArray[Any]
+Fill = Callable[[tuple[int, ...], tuple[int, ...], Array], None]
+"""(shape of the whole, where the block starts in it, the block to fill)"""
+
+
+def initializer_of(initializer: ps_pb2.Initializer, bulk: memoryview, name: str) -> Fill:
+    """Return what fills a shard. UnresolvedReference if the function's reference leads nowhere here."""
+    if not initializer.HasField("function"):
+        try:
+            built_in = from_spec(initializer.name, json.loads(initializer.numbers or "{}"))
+        except (TypeError, ValueError, RecursionError, PsClusterError) as error:
+            raise InvalidUpdateError(f"variable {name!r}: {error}") from None
+        return lambda shape, start, out: built_in.generate(shape, out.dtype, start, out)
+    function = resolve(initializer.function, bulk, no_handles)
+    return lambda shape, start, out: _call(function, shape, start, out, name)
+
+
+def _call(function: Callable[..., Any], shape: tuple[int, ...], start: tuple[int, ...], out: Array, name: str) -> None:
+    arguments, keywords, part = _takes(function, shape, out.dtype)
+    given = {"partition_shape": out.shape, "partition_offset": start}
+    value = np.asarray(function(*arguments, **{keyword: given[keyword] for keyword in keywords}))
+    wanted = out.shape if part == "named" else shape
+    if part == "none" or (part == "any" and value.shape != out.shape):
+        index = tuple(slice(a, a + n) for a, n in zip(start, out.shape, strict=True))
+        with contextlib.suppress(ValueError):
+            value = np.broadcast_to(value, shape)[index]
+    if value.shape != out.shape:
+        raise ValueError(f"it gave an array of shape {value.shape} where {wanted} was asked for")
+    np.copyto(out, converted(value, out.dtype, name, "initial value"))
+
+
+def _takes(
+    function: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> tuple[tuple[object, ...], list[str], Literal["none", "named", "any"]]:
+    """The arguments for the function, positional and by keyword, and whether it asks for the part to be made.
+
+    TensorFlow's users often give one that has its shape and dtype already, or takes any keywords.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return (shape, dtype), [], "none"
+    part: Literal["none", "named", "any"] = "none"
+    keywords = [keyword for keyword in ("partition_shape", "partition_offset") if keyword in signature.parameters]
+    if keywords:
+        part = "named"
+    elif any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+        part, keywords = "any", ["partition_shape", "partition_offset"]
+    for arguments in ((shape, dtype), ()):
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments, **dict.fromkeys(keywords))
+            return arguments, keywords, part
+    raise TypeError(
+        f"it takes {signature}, but is called with (shape, dtype), and with partition_shape and partition_offset "
+        "by keyword where it names them"
+    )
+
+
+def initial_values(
+    spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], owner: int, fill: Fill
+) -> dict[int, Array]:
+    """Make the initial values of one owner's shards. InvalidUpdateError, naming the variable, if one can't be made."""
+    arrays = {}
+    for shard, where in enumerate(spec.owners):
+        if where != owner:
+            continue
+        block = partition.block(shard)
+        size = block.size * dtype.itemsize
+        too_large = InvalidUpdateError(
+            f"variable {spec.name!r}: ps {owner} has no memory for {size:,} bytes of it; cut it into more shards"
+        )
+        try:
+            arrays[shard] = np.empty(block.shape, dtype)
+        except (MemoryError, ValueError):  # ValueError if not even a number of bytes can be that large
+            raise too_large from None
+        try:
+            fill(partition.shape, block.start, arrays[shard])
+        except PsClusterError:
+            raise
+        except MemoryError:
+            raise too_large from None
+        except (Exception, SystemExit) as error:  # the user's function
+            raise InvalidUpdateError(
+                f"the initial value of variable {spec.name!r}, shard {shard}, could not be made on ps {owner}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return arrays
+
+
+def no_handles(kind: str, key: str) -> Handle:
+    """For `resolve`: what runs on a server has no handles."""
+    raise MisuseError(f"a function that runs on a parameter server can't use {kind} {key!r}")

@@ -1,0 +1,50 @@
+"""Which elements of a shard an item of a read or an update is about: a box, or rows by number."""
+
+from __future__ import annotations
+
+import math
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.errors import InvalidUpdateError, ProtocolError
+from pscluster.core.geometry import AxisSlice
+from pscluster.v1 import ps_pb2
+
+Array = npt.NDArray[Any]
+Ids = npt.NDArray[np.int64]
+Box = tuple[slice | EllipsisType, ...]
+
+
+def box_of(slices: ps_pb2.Slices, array: Array, name: str) -> Box:
+    """The index of a box of the array. InvalidUpdateError if it reaches beyond it."""
+    if len(slices.axes) != array.ndim:
+        raise ProtocolError(f"a box of {len(slices.axes)} axes in {name!r}, whose shards have {array.ndim}")
+    index = []
+    for axis, length in zip(slices.axes, array.shape, strict=True):
+        last = axis.start + (axis.count - 1) * axis.step
+        if not axis.step or (axis.count and not (axis.start < length and 0 <= last < length)):
+            raise InvalidUpdateError(
+                f"{axis.count} indices from {axis.start} on, {axis.step} apart, of {name!r}, "
+                f"a shard with {length} on that axis"
+            )
+        index.append(AxisSlice(axis.start, axis.step, axis.count).as_slice)
+    return (*index, ...)  # with the ellipsis a scalar's selection is a view, too
+
+
+def table_of(array: Array, leading: int, name: str) -> Array:
+    """The array as rows: its leading axes flattened to one, the others to the other. A view."""
+    leading = leading or 1
+    if leading > array.ndim:
+        raise InvalidUpdateError(f"rows over {leading} axes of {name!r}, which has {array.ndim}")
+    return array.reshape(math.prod(array.shape[:leading]), math.prod(array.shape[leading:]))
+
+
+def check_ids(table: Array, ids: Ids, name: str) -> None:
+    """InvalidUpdateError if the table lacks one of these rows."""
+    rows = table.shape[0]
+    if len(ids) and ids.view(np.uint64).max() >= rows:  # a negative one is a very large one there
+        wrong = ids[(ids < 0) | (ids >= rows)][0]
+        raise InvalidUpdateError(f"row {wrong} of a shard of {name!r} that has {rows} rows")

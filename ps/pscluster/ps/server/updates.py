@@ -1,0 +1,288 @@
+"""Updates on a server: admitted by the ledger, checked whole, then applied item by item, each once.
+
+See `pscluster.ps.server.store` for what happens at the same time, and `write_path` for what comes before and after.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError, PsClusterError
+from pscluster.core.fault_points import reach
+from pscluster.core.transport.frames import padding
+from pscluster.ps.optim import apply_dense, apply_rows, deduplicate, new_slots
+from pscluster.ps.server.dedup import Origin
+from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
+from pscluster.ps.server.payload import Ids, Payload
+from pscluster.ps.server.selection import Array, Box, box_of, check_ids, table_of
+from pscluster.ps.server.shard import Shard
+from pscluster.ps.server.store import Store
+from pscluster.ps.spec import OWN_RULE, SESSION_BYTES, check_kind
+from pscluster.v1 import ps_pb2
+
+_ARITHMETIC: dict[int, np.ufunc] = {
+    ps_pb2.ADD: np.add,
+    ps_pb2.SUB: np.subtract,
+    ps_pb2.MUL: np.multiply,
+    ps_pb2.DIV: np.divide,
+    ps_pb2.MIN: np.minimum,
+    ps_pb2.MAX: np.maximum,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An item of an update, checked: what it changes and where its bytes lie in the payload."""
+
+    item: ps_pb2.UpdateItem
+    held: HeldVariable
+    shard: Shard
+    optimizer: HeldOptimizer | None
+    index: Box | None
+    ids_at: int
+    values_at: int
+
+    @property
+    def takes_place(self) -> bool:
+        """Are its values all of a shard whose array may become another? Of small ones prepared reads keep views."""
+        whole = self.item.kind == ps_pb2.ASSIGN and self.item.rows.WhichOneof("kind") == "all" and not self.item.scalar
+        return whole and self.shard.array.nbytes > SESSION_BYTES
+
+
+def check_update(store: Store, request: ps_pb2.UpdateRequest, total_bytes: int) -> list[Change]:
+    """Admit an update, and check all that can be said before its payload is there."""
+    store.check_job(request.job)
+    with store.ledger() as ledger:
+        ledger.admit(_origin(request))
+    return changes_of(store, request, total_bytes)
+
+
+def changes_of(store: Store, request: ps_pb2.UpdateRequest, total_bytes: int) -> list[Change]:
+    """What each item of an update changes, and where its bytes are. Refuses what does not fit together."""
+    changes, at = [], 0
+    for item in request.items:
+        held, shard = store.directory.find(item.variable, item.shard)
+        name = held.spec.name
+        if item.kind != ps_pb2.ASSIGN and item.kind != ps_pb2.APPLY_GRADIENT and item.kind not in _ARITHMETIC:
+            raise ProtocolError(f"update kind {item.kind} of {name!r}")
+        check_kind(item.kind, held.dtype, name)
+        optimizer = None
+        if item.kind == ps_pb2.APPLY_GRADIENT:
+            optimizer = store.directory.optimizer(item.optimizer)
+        ids_at = at
+        which = item.rows.WhichOneof("kind")
+        index: Box | None = None
+        if which == "ids":
+            table = table_of(shard.array, item.rows.leading, name)
+            expected = item.rows.ids * table.shape[1] * table.itemsize
+            at += item.rows.ids * 8 + padding(item.rows.ids * 8)
+            if item.scalar:
+                raise ProtocolError("one value for many rows by number")
+        elif which == "all":
+            expected = shard.array.nbytes
+        elif which == "slices":
+            index = box_of(item.rows.slices, shard.array, name)
+            expected = math.prod(axis.count for axis in item.rows.slices.axes) * shard.array.itemsize
+        else:
+            raise ProtocolError(f"an update of {name!r} without rows")
+        if optimizer is not None and (which == "slices" or item.scalar):
+            raise ProtocolError(f"a gradient for {name!r} is for all of it or for rows by number")
+        if item.scalar:
+            expected = shard.array.itemsize
+        if item.value_bytes != expected:
+            raise InvalidUpdateError(f"{item.value_bytes} bytes for {expected} of {name!r}, shard {item.shard}")
+        changes.append(Change(item, held, shard, optimizer, index, ids_at, at))
+        at += expected + padding(expected)
+    if at != total_bytes:
+        raise ProtocolError(f"an update of {total_bytes} bytes whose items need {at}")
+    return changes
+
+
+def apply(
+    store: Store,
+    request: ps_pb2.UpdateRequest,
+    changes: list[Change],
+    payload: Payload,
+    applied: list[int] | None = None,
+) -> ps_pb2.UpdateReply:
+    """Apply a checked request whose payload has wholly come, each item once.
+
+    Args:
+        applied: gets, for each item in turn, how many updates its shard has had with this one; 0 if it was
+            applied before. Where this raises, for the items up to there.
+    """
+    applied = [] if applied is None else applied
+    origin = _origin(request)
+    store.note_lost((item.variable, item.shard, item.life, item.seen) for item in request.items)
+    ids_of: list[Ids | None] = []
+    for change in changes:
+        ids = None
+        if change.item.rows.WhichOneof("kind") == "ids":
+            ids = payload.ids(change.ids_at, change.item.rows.ids)
+            table = table_of(change.shard.array, change.item.rows.leading, change.held.spec.name)
+            check_ids(table, ids, change.held.spec.name)
+        ids_of.append(ids)
+    reply = ps_pb2.UpdateReply(life=store.losses.life)
+    for change, ids in zip(changes, ids_of, strict=True):
+        item, begin = change.item, time.monotonic()
+        if not change.shard.lock.acquire(blocking=False):
+            change.shard.lock.acquire()
+            took = time.monotonic() - begin
+            store.counts.lock_waits += 1
+            store.counts.lock_seconds += took
+        try:
+            with store.ledger() as ledger:
+                store.check_job(request.job)  # it may have been taken over since
+                ledger.admit(origin)
+                repeated = ledger.seen(origin, item.variable, item.shard, item.nth)
+            if repeated:
+                store.counts.duplicates += 1
+                reply.repeated_ += 1
+                reply.updates.append(change.shard.updates)
+                applied.append(0)
+                continue
+            reach("ps.update.before")
+            change.shard.changes += 1
+            try:
+                with np.errstate(all="ignore"):  # infinity and NaN are the caller's to look for
+                    _apply(change, ids, payload)
+            except PsClusterError:
+                raise
+            except Exception as error:  # the rule, which may be the user's, or its learning rate
+                if change.optimizer is None:
+                    raise
+                raise MisuseError(
+                    f"optimizer {change.optimizer.spec.name!r} failed to update variable {change.held.spec.name!r}, "
+                    f"shard {item.shard}, on ps {store.index}: {type(error).__name__}: {error}"
+                ) from error
+            reach("ps.update.after")
+            with store.ledger() as ledger:
+                ledger.record(origin, item.variable, item.shard, item.nth)
+            if item.life == reply.life:
+                store.counts.staleness.add(change.shard.updates - item.seen)
+            change.shard.updates += 1
+            applied.append(change.shard.updates)
+            reply.updates.append(change.shard.updates)
+            reply.applied += 1
+        finally:
+            change.shard.lock.release()
+        change.held.counts.updated(item.value_bytes, time.monotonic() - begin, item.rows.ids)
+        reach("ps.ledger.after")
+    if not origin.function:
+        with store.ledger() as ledger:
+            ledger.settle(origin.incarnation, request.settled)
+    return reply
+
+
+def replay(store: Store, request: ps_pb2.UpdateRequest, change: Change, payload: Payload, count: int) -> None:
+    """Apply one item of a request again, as its shard's update with this count, and remember it."""
+    origin, ids = _origin(request), None
+    if change.item.rows.WhichOneof("kind") == "ids":
+        ids = payload.ids(change.ids_at, change.item.rows.ids)
+    with change.shard.lock, np.errstate(all="ignore"):
+        change.shard.changes += 1
+        _apply(change, ids, payload)
+        change.shard.updates = count
+    if origin.function and request.job != store.job:
+        return  # the coordinator that it was of is gone, and the next one numbers its functions anew
+    with store.ledger() as ledger:
+        ledger.record(origin, change.item.variable, change.item.shard, change.item.nth)
+
+
+def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
+    """Under the shard's lock."""
+    shard, dtype = change.shard, change.shard.array.dtype
+    slots: dict[str, Array] = {}
+    step = 0
+    if change.optimizer is not None:
+        number = change.optimizer.spec.id
+        if number not in shard.slots:
+            shard.slots[number] = new_slots(change.optimizer.rule, shard.array.shape, dtype)
+        slots, step = shard.slots[number], shard.steps.get(number, 0) + 1
+    if change.optimizer is not None and change.optimizer.spec.rule == OWN_RULE:
+        _apply_own(change, ids, slots, step, payload)
+    elif ids is not None:
+        _apply_rows(change, ids, slots, step, payload)
+    elif change.index is not None or change.item.scalar:
+        _apply_slices(change, payload)
+    else:
+        _apply_dense(change, slots, step, payload)
+    if change.optimizer is not None:
+        shard.steps[change.optimizer.spec.id] = step
+        if change.optimizer.spec.ema_momentum:
+            shard.average(change.optimizer.spec.id, change.optimizer.spec.ema_momentum, ids)
+
+
+def _apply_own(change: Change, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload) -> None:
+    """A gradient by a rule of the user's, which may raise at any block: the shard is as before then."""
+    rows = slice(None) if ids is None else ids
+    arrays = [change.shard.array, *slots.values()]
+    before = [array[rows].copy() if array.ndim else array.copy() for array in arrays]
+    try:
+        if ids is None:
+            _apply_dense(change, slots, step, payload)
+        else:
+            _apply_rows(change, ids, slots, step, payload)
+    except BaseException:
+        for array, old in zip(arrays, before, strict=True):
+            array[rows if array.ndim else ...] = old
+        raise
+
+
+def _apply_rows(change: Change, ids: Ids, slots: dict[str, Array], step: int, payload: Payload) -> None:
+    shard, dtype = change.shard, change.shard.array.dtype
+    values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
+    table = table_of(shard.array, change.item.rows.leading, change.held.spec.name)
+    rows = values.reshape(len(ids), table.shape[1])
+    shard.before_rows_change(ids, change.item.rows.leading or 1)
+    if change.optimizer is not None:
+        tables = {name: array.reshape(table.shape) for name, array in slots.items()}
+        apply_rows(change.optimizer.rule, table, ids, rows, tables, step)
+    elif change.item.kind == ps_pb2.ASSIGN:
+        table[ids] = rows
+    elif change.item.kind in (ps_pb2.ADD, ps_pb2.SUB):
+        unique, sums = deduplicate(ids, rows)
+        table[unique] = _ARITHMETIC[change.item.kind](table[unique], sums)  # sums of half types are float32
+    else:
+        _ARITHMETIC[change.item.kind].at(table, ids, rows)
+
+
+def _apply_slices(change: Change, payload: Payload) -> None:
+    """Values for a box of the shard, or one value for all that is selected."""
+    shard, dtype = change.shard, change.shard.array.dtype
+    target = shard.array if change.index is None else shard.array[change.index]
+    values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
+    values = values.reshape(() if change.item.scalar else target.shape)
+    shard.before_change()
+    if change.item.kind == ps_pb2.ASSIGN:
+        target[...] = values
+    else:
+        _ARITHMETIC[change.item.kind](target, values, out=target, casting="same_kind")
+
+
+def _apply_dense(change: Change, slots: dict[str, Array], step: int, payload: Payload) -> None:
+    shard, dtype = change.shard, change.shard.array.dtype
+    if (whole := payload.own(change.values_at)) is not None and shard.replace(whole):
+        return
+    flat = shard.array.reshape(-1)
+    for offset, piece in payload.blocks(change.values_at, change.item.value_bytes, dtype.itemsize):
+        values = np.frombuffer(piece, dtype)
+        span = slice(offset // dtype.itemsize, offset // dtype.itemsize + len(values))
+        # Not all of it at the beginning: what is kept of the old values takes the place of what has been applied.
+        shard.before_span_changes(span.start, span.stop)
+        if change.optimizer is not None:
+            parts = {name: array.reshape(-1)[span] for name, array in slots.items()}
+            apply_dense(change.optimizer.rule, flat[span], values, parts, step)
+        elif change.item.kind == ps_pb2.ASSIGN:
+            flat[span] = values
+        else:
+            operation = _ARITHMETIC[change.item.kind]
+            operation(flat[span], values, out=flat[span], casting="same_kind")
+
+
+def _origin(request: ps_pb2.UpdateRequest) -> Origin:
+    return Origin(request.incarnation, request.function, request.sequence, request.key, request.term)

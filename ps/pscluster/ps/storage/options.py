@@ -1,0 +1,50 @@
+"""How a server keeps its state: what users choose, and the environment's variables for it."""
+
+from __future__ import annotations
+
+import enum
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pscluster.core.errors import ConfigurationError
+
+SNAPSHOT_SECONDS = 5.0
+DURABILITY_VARIABLE = "PSCLUSTER_DURABILITY"
+STATE_VARIABLE = "PSCLUSTER_STATE_DIR"
+
+
+class Durability(enum.Enum):
+    """What a parameter server's death may cost."""
+
+    NONE = "none"  # all that it held
+    SNAPSHOT = "snapshot"  # what was acknowledged since the last generation
+    LOG = "log"  # nothing that was acknowledged
+
+
+@dataclass(frozen=True, slots=True)
+class DurabilityOptions:
+    """How a server keeps its state; see the command line's help for each."""
+
+    kind: Durability = Durability.NONE
+    directory: Path | None = None
+    every: float = SNAPSHOT_SECONDS
+    fsync: bool = False
+
+
+def durability_named(kind: str | None) -> Durability:
+    """The kind that is named, or else the environment's, or else snapshots. ConfigurationError if it is none."""
+    named = kind or os.environ.get(DURABILITY_VARIABLE) or Durability.SNAPSHOT.value
+    try:
+        return Durability(named)
+    except ValueError:
+        kinds = ", ".join(repr(each.value) for each in Durability)
+        raise ConfigurationError(f"durability is {named!r}; give one of {kinds}") from None
+
+
+def default_directory() -> Path:
+    """Where servers keep their state unless told otherwise: the environment's, or the user's own."""
+    if named := os.environ.get(STATE_VARIABLE):
+        return Path(named)
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "pscluster"

@@ -1,0 +1,56 @@
+"""Fail where more than two modules import each other in a circle, imports for types and in functions included.
+
+`make check` runs this for all of the repository; other packages can be given.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import grimp
+
+MOST = 2
+"""So many modules may import each other: they are read together."""
+
+ROOT = Path(__file__).resolve().parent.parent
+BESIDE = "benchmarks", "examples", "scripts", "tests"
+
+
+def circles(graph: grimp.ImportGraph) -> list[list[str]]:
+    """Return the modules of each circle that is too large, by name."""
+    found = {
+        frozenset({module} | graph.find_downstream_modules(module) & graph.find_upstream_modules(module))
+        for module in graph.modules
+    }
+    return sorted(sorted(circle) for circle in found if len(circle) > MOST)
+
+
+def described(graph: grimp.ImportGraph, circle: list[str]) -> str:
+    """Say which module imports which others of the circle, and in which line."""
+    lines = [f"{len(circle)} modules import each other in a circle:"]
+    for importer in circle:
+        for imported in sorted(graph.find_modules_directly_imported_by(importer) & {*circle}):
+            details = graph.get_import_details(importer=importer, imported=imported)
+            numbers = ",".join(str(each["line_number"]) for each in details)
+            lines.append(f"    {importer}:{numbers} imports {imported}")
+    return "\n".join(lines)
+
+
+def main(packages: list[str]) -> int:
+    """1 if there is such a circle."""
+    if not packages:
+        sys.path.insert(0, str(ROOT))
+        settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        packages = [*settings["tool"]["importlinter"]["root_packages"], *BESIDE]
+    graph = grimp.build_graph(*packages, cache_dir=None)
+    found = circles(graph)
+    for circle in found:
+        print(described(graph, circle), file=sys.stderr)
+    print(f"imports: {len(graph.modules)} modules, {len(found)} circles of more than {MOST}")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,38 @@
+"""Sets of whole numbers as intervals."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from pscluster.core.intervals import IntervalSet
+
+TOP = 40
+
+intervals = st.tuples(st.integers(-3, TOP), st.integers(-3, TOP))
+
+
+@given(st.lists(intervals, max_size=30))
+def test_an_interval_set_holds_what_a_set_would(added: list[tuple[int, int]]) -> None:
+    """Whatever is added in whatever order, membership is that of a set, and the form is the shortest one."""
+    found, expected = IntervalSet(), set[int]()
+    for start, stop in added:
+        found.add(start, stop)
+        expected.update(range(start, stop))
+        assert {number for number in range(-5, TOP + 5) if number in found} == expected
+        pairs = list(found)
+        assert {number for low, high in pairs for number in range(low, high)} == expected
+        assert all(low < high for low, high in pairs), "none is empty"
+        assert all(high < low for (_, high), (low, _) in itertools.pairwise(pairs)), "none touch"
+
+
+@given(st.permutations(range(200)))
+@settings(max_examples=20)
+def test_numbers_without_a_gap_are_one_interval(order: list[int]) -> None:
+    """Functions that end in any order take one interval in the end."""
+    found = IntervalSet()
+    for number in order:
+        found.add(number, number + 1)
+    assert list(found) == [(0, 200)]
