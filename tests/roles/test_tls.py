@@ -58,7 +58,7 @@ from pscluster.core.transport.grpc_streams import StreamEndedError
 from pscluster.core.transport.methods import Method, Stub, methods
 from pscluster.core.transport.tcp.client import DataPort, DataStream, Where
 from pscluster.core.transport.tcp.encryption import TlsConnection
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.spec import SERVICE as PS_SERVICE
@@ -272,7 +272,7 @@ def test_a_request_that_does_not_come(tmp_path: Path) -> None:
     """It is waited for as long as is said, and no longer: a server with one thread answers the next call."""
     make_certificates(tmp_path / "certificates")
     tool, over = tmp_path / "certificates" / "tool", Event()
-    interceptor = access.RoleInterceptor(Patience(0.3))
+    interceptor = access.RoleInterceptor(StallWatchdog(0.3))
     with (
         serving(tmp_path / "certificates" / "ps", interceptors=[interceptor]) as address,
         channel_of(address, tool) as channel,

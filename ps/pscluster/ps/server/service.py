@@ -26,7 +26,7 @@ from pscluster.core.transport.frames import (
     pieces,
     unpack,
 )
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server import reads
 from pscluster.ps.server.admission import DEFAULT_MIB, Budget, memory_of_read
 from pscluster.ps.server.incoming import Incoming
@@ -97,15 +97,15 @@ class ParameterServerService:
     """See ps.proto for what each method promises."""
 
     def __init__(
-        self, role: ParameterServerRole, in_flight_bytes: int = DEFAULT_MIB << 20, patience: Patience | None = None
+        self, role: ParameterServerRole, in_flight_bytes: int = DEFAULT_MIB << 20, watchdog: StallWatchdog | None = None
     ) -> None:
         self._role = role
-        self._patience = patience or Patience(STILL_SECONDS)
+        self._watchdog = watchdog or StallWatchdog(STILL_SECONDS)
         self._counts = role.counts
         self.budget = Budget(in_flight_bytes)
         self.admission = Admission(lambda: _COMING_BYTES + self.budget.left, MESSAGE_BYTES)
         self.budget.on_taken = self.admission.shrink
-        self._incoming = Incoming(self._patience)
+        self._incoming = Incoming(self._watchdog)
         self.writes = WritePath(role, self.budget, self._incoming, self.restore)
         # It may be started again: whoever is refused tries again.
         self.drain = Drain(lambda: UnavailableError(f"ps {role.store.index} is stopping"))
@@ -213,7 +213,7 @@ class ParameterServerService:
         with self.drain:
             for frame in self._frames_of(data, context, takes_parts):
                 nbytes += sum(map(len, frame))
-                with self._patience.with_call(context):  # until the next is asked for
+                with self._watchdog.with_call(context):  # until the next is asked for
                     yield frame if takes_parts else b"".join(frame)
         self._counted("pull", begin, nbytes, context)
 

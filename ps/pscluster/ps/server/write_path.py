@@ -165,12 +165,12 @@ class WritePath:
         if isinstance(context, DataContext):
             context.place = landing.take
         before = landing.missing
-        with self._incoming.patience.with_call(context) as goes_on:
+        with self._incoming.watchdog.with_call(context) as progress:
             for data in frames:
                 if data:  # else it is where it belongs
                     landing.take(data, len(data))
                 if landing.missing < before:
-                    goes_on()
+                    progress()
                 before = landing.missing
         if not landing.complete:
             raise ProtocolError(CUT_OFF)
