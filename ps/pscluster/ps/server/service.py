@@ -26,6 +26,7 @@ from pscluster.core.transport.frames import (
     pieces,
     unpack,
 )
+from pscluster.core.transport.server_call import server_call
 from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server import reads
 from pscluster.ps.server.admission import DEFAULT_MIB, Budget, memory_of_read
@@ -112,7 +113,7 @@ class ParameterServerService:
 
     def session(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         """Small requests, answered in order: with bytes, on the data plane in parts. A refused one does not end it."""
-        name, counts, takes_parts = _name_of(context), self._counts, getattr(context, "takes_parts", False)
+        name, counts, reply = _name_of(context), self._counts, server_call(context).reply
         for nth, data in enumerate(requests, 1):
             begin = time.monotonic()
             what, parts = self._reply(data, requests, context)
@@ -127,7 +128,7 @@ class ParameterServerService:
                 counts.pushed_bytes += nbytes
             if name and what:
                 counts.recording.served.append(Served(name, nth, what, begin, end))
-            yield parts if takes_parts else b"".join(parts)
+            yield reply(parts)
             reach("ps.answer.after")
 
     def _reply(self, data: bytes, more: Iterator[bytes], context: grpc.ServicerContext) -> tuple[str, list[Buffer]]:
@@ -209,12 +210,12 @@ class ParameterServerService:
 
     def pull(self, data: bytes, context: grpc.ServicerContext) -> Iterator[Any]:
         """A read in frames: of bytes, or on the data plane of parts, which are sent before they may change."""
-        begin, nbytes, takes_parts = time.monotonic(), 0, getattr(context, "takes_parts", False)
+        begin, nbytes, call = time.monotonic(), 0, server_call(context)
         with self.drain:
-            for frame in self._frames_of(data, context, takes_parts):
+            for frame in self._frames_of(data, context, call.takes_parts):
                 nbytes += sum(map(len, frame))
                 with self._watchdog.with_call(context):  # until the next is asked for
-                    yield frame if takes_parts else b"".join(frame)
+                    yield call.reply(frame)
         self._counted("pull", begin, nbytes, context)
 
     def _frames_of(self, data: bytes, context: grpc.ServicerContext, live: bool) -> Iterator[list[Buffer]]:

@@ -47,7 +47,7 @@ _LOOK_SECONDS = 1.0
 _SMALL_BYTES = 4 << 10  # of a message that is coming; as many connections as there are may hold that each
 
 Parts = bytes | Sequence[Buffer]
-"""An answer; see `DataContext.takes_parts`."""
+"""An answer; see `ServerCall.takes_parts`."""
 
 Lookup = Callable[[grpc.HandlerCallDetails], "grpc.RpcMethodHandler[Any, Any] | None"]
 
