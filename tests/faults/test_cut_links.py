@@ -16,7 +16,8 @@ import pytest
 from tests.faults.far import FarCluster, FarJob, far_cluster, far_job
 from tests.faults.namespaces import COORDINATOR, Network, missing
 from tests.faults.steps import where
-from tests.faults.support import PATIENCE, ready, until
+from tests.faults.support import ready
+from tests.waiting import PATIENCE, until
 
 from pscluster.core.errors import FunctionError
 

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from tests.faults.counting import Counting
-from tests.faults.support import PATIENCE, Job, RawClient, ready, running_job, status, until
+from tests.faults.support import Job, RawClient, ready, running_job, status
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import Checkpoint, Variable, optimizers
 from pscluster.core.errors import MisuseError, PsClusterError, PSUnavailableError, StaleError, UnavailableError

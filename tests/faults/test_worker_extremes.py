@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from tests.faults.counting import Counting
-from tests.faults.steps import PATIENCE, Bomb, abort, allocate, exit_hard, first_time, note, segfault, wait_for, where
-from tests.faults.support import Job, ready, running_job, status, until
+from tests.faults.steps import Bomb, abort, allocate, exit_hard, first_time, note, segfault, wait_for, where
+from tests.faults.support import Job, ready, running_job, status
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import experimental_get_current_worker_index
 from pscluster.core.errors import FunctionError

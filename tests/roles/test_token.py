@@ -17,7 +17,6 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import until
 from tests.roles.processes import (
     DONE,
     IDLE,
@@ -33,6 +32,7 @@ from tests.roles.processes import (
     tf_config,
 )
 from tests.roles.wire import SECONDS, SERVICES, Metadata, with_token
+from tests.waiting import until
 
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.limits import MAX_METADATA

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.conftest import PATIENCE
+from tests.waiting import PATIENCE
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -541,7 +541,7 @@ def test_a_function_that_is_ended_and_goes_on(straw: Callable[..., Straw], how: 
         scheduler.workers[0].seconds = 1e-6
         value = cluster.schedule(timeout=1e-9 if how == "timeout" else None)
         await until(lambda: worker.last.functions == [1])
-        scheduler.begin_cut("a cut")
+        scheduler.begin_barrier("a cut")
         if how == "cancel":
             assert dispatcher.cancel([value], None) == 1
         await until(lambda: value.status is not RemoteValueStatus.NOT_READY)
@@ -549,10 +549,10 @@ def test_a_function_that_is_ended_and_goes_on(straw: Callable[..., Straw], how: 
         await settled()
         assert worker.last.recalls[0] == [1]
         assert not dispatcher.done()
-        assert not scheduler.take_cut("a cut"), "an update of it may still be applied"
+        assert not scheduler.take_barrier("a cut"), "an update of it may still be applied"
         cluster.servers[1].may_shut_out.set()
-        await until(scheduler.take_cut, "a cut")
-        scheduler.end_cut("a cut")
+        await until(scheduler.take_barrier, "a cut")
+        scheduler.end_barrier("a cut")
         if how == "timeout":
             with pytest.raises(FunctionTimeoutError):
                 dispatcher.done()

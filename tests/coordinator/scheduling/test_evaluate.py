@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Gate, in_one_process, leave_mark, marks, until, wait_for_file
+from tests.conftest import NUM_WORKERS, Gate, in_one_process, leave_mark, marks, wait_for_file
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -182,7 +183,7 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
         evaluate(len, data, [metrics.Sum(), metrics.Sum()])
     with pytest.raises(errors.MisuseError, match=r"metric 'x', a int, has no initial, update"):
         evaluate(len, data, {"x": 3})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="shards is 0; it must be 1 or more, or 'auto'"):
+    with pytest.raises(ValueError, match="shards is 0; it must be a whole number, 1 or more, or 'auto'"):
         evaluate(len, data, [metrics.Sum()], shards=0)
     with pytest.raises(TypeError, match="evaluate takes a step function, not a int"):
         evaluate(3, data, [metrics.Sum()])  # type: ignore[arg-type]

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Gate, leave_mark, marks, run_cluster, until, wait_for_file
+from tests.conftest import NUM_WORKERS, Gate, leave_mark, marks, run_cluster, wait_for_file
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     CheckpointManager,
@@ -1137,9 +1138,9 @@ def test_a_coordinator_of_something_else(wrong: Any) -> None:
 
 def test_impossible_limits(strategy: ParameterServerStrategy) -> None:
     """A queue for nothing and functions without an attempt are refused, by name."""
-    with pytest.raises(ValueError, match="max_queued is 0; it must be 1 or more"):
+    with pytest.raises(ValueError, match="max_queued is 0; it must be a number, 1 or more"):
         ClusterCoordinator(strategy, max_queued=0)
-    with pytest.raises(ValueError, match="max_attempts is -1; it must be 1 or more"):
+    with pytest.raises(ValueError, match="max_attempts is -1; it must be a number, 1 or more"):
         ClusterCoordinator(strategy, max_attempts=-1)
 
 

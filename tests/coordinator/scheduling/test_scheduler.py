@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from tests.conftest import search
 
 from pscluster.coordinator.scheduling.scheduler import (
     MAX_BATCH_BYTES,
@@ -38,7 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.queue: list[Task[str]] = []
         self.blocked: list[Task[str]] = []
         self.sent: list[list[Task[str]]] = [[] for _ in range(WORKERS)]
-        self.limbo: list[list[Task[str]]] = [[] for _ in range(WORKERS)]
+        self.orphaned: list[list[Task[str]]] = [[] for _ in range(WORKERS)]
         self.up = [False] * WORKERS
         self.ended: dict[Task[str], State] = {}
         self.started: dict[Task[str], int] = {}  # how often it counts as started
@@ -53,45 +53,47 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.front: list[tuple[Task[str], int, float] | None] = [None] * WORKERS  # what it has first, and since when
         self.asked: list[Task[str] | None] = [None] * WORKERS
         self.begun: set[Task[str]] = set()  # an attempt that did not end it may have changed something
-        self.cuts: list[str] = []
-        self.last_cut = 0
-        self.cutter: str | None = None
+        self.barriers: list[str] = []
+        self.last_barrier = 0
+        self.barrier_owner: str | None = None
 
     def queued(self) -> list[Task[str]]:
         """What may be sent, in order: while somebody makes a cut, only what has begun."""
         begun = [task for task in self.queue if task in self.begun]
-        return begun if self.cuts else begun + [task for task in self.queue if task not in self.begun]
+        return begun if self.barriers else begun + [task for task in self.queue if task not in self.begun]
 
     # Cuts
 
     @rule()
-    def begin_cut(self) -> None:
-        self.last_cut += 1
-        cut = f"cut {self.last_cut}"
-        self.scheduler.begin_cut(cut)
-        self.cuts.append(cut)
+    def begin_barrier(self) -> None:
+        self.last_barrier += 1
+        cut = f"cut {self.last_barrier}"
+        self.scheduler.begin_barrier(cut)
+        self.barriers.append(cut)
 
-    @precondition(lambda self: self.cuts)
+    @precondition(lambda self: self.barriers)
     @rule(data=st.data())
-    def take_cut(self, data: st.DataObject) -> None:
-        cut = data.draw(st.sampled_from(self.cuts))
+    def take_barrier(self, data: st.DataObject) -> None:
+        cut = data.draw(st.sampled_from(self.barriers))
         half = self.executing() or any(task in self.begun for task in self.queue)
-        taken = self.scheduler.take_cut(cut)
-        assert taken == (not half and self.cutter in (None, cut)), "it holds no half of a function, and is one's own"
+        taken = self.scheduler.take_barrier(cut)
+        assert taken == (not half and self.barrier_owner in (None, cut)), (
+            "it holds no half of a function, and is one's own"
+        )
         if taken:
-            self.cutter = cut
+            self.barrier_owner = cut
 
-    @precondition(lambda self: self.cuts)
+    @precondition(lambda self: self.barriers)
     @rule(data=st.data())
-    def end_cut(self, data: st.DataObject) -> None:
-        cut = data.draw(st.sampled_from(self.cuts))
-        self.scheduler.end_cut(cut)
-        self.cuts.remove(cut)
-        self.cutter = None if self.cutter == cut else self.cutter
+    def end_barrier(self, data: st.DataObject) -> None:
+        cut = data.draw(st.sampled_from(self.barriers))
+        self.scheduler.end_barrier(cut)
+        self.barriers.remove(cut)
+        self.barrier_owner = None if self.barrier_owner == cut else self.barrier_owner
 
     def executing(self) -> bool:
         """Could anything still change anything?"""
-        return any(self.sent) or any(self.limbo) or bool(self.landing)
+        return any(self.sent) or any(self.orphaned) or bool(self.landing)
 
     # What the model does with an error
 
@@ -121,14 +123,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         target=tasks,
         blockers=st.sampled_from([0, 0, 0, 1, 2]),
         size=st.sampled_from([1, 1, MAX_BATCH_BYTES // 2]),
-        apart=st.sampled_from([False, False, True]),
+        isolated=st.sampled_from([False, False, True]),
         timeout=st.sampled_from([None, 1.0]),
         retries=st.sampled_from([0, 0, 1, 3]),
         data_retries=st.sampled_from([0, 0, 2]),
         key=st.integers(0, 3),
     )
     def add(
-        self, blockers: int, size: int, apart: bool, timeout: float | None, retries: int, data_retries: int, key: int
+        self, blockers: int, size: int, isolated: bool, timeout: float | None, retries: int, data_retries: int, key: int
     ) -> Task[str]:
         in_use = any(task.key == key for task in self.all if task not in self.ended)
         assert self.scheduler.is_scheduled(key) == (in_use and key > 0), "a key is free again when its task has ended"
@@ -136,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             f"payload {len(self.all)}",
             blockers,
             size,
-            apart=apart,
+            isolated=isolated,
             timeout=timeout,
             retries=retries,
             data_retries=data_retries,
@@ -173,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         chosen = data.draw(st.sets(st.sampled_from(self.all))) if self.all else set()
         waiting = [task for task in self.queue + self.blocked if task in chosen]
-        left = [task for held in (*self.sent, *self.limbo) for task in held if task in chosen]
+        left = [task for held in (*self.sent, *self.orphaned) for task in held if task in chosen]
         cancelled, to_shut_out = self.scheduler.cancel(chosen)
         assert same(cancelled, waiting + left)
         assert same(to_shut_out, left)
@@ -182,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index in range(WORKERS):
             self.strays[index] += [task for task in self.sent[index] if task in chosen]
             self.sent[index] = [task for task in self.sent[index] if task not in chosen]
-            self.limbo[index] = [task for task in self.limbo[index] if task not in chosen]
+            self.orphaned[index] = [task for task in self.orphaned[index] if task not in chosen]
         self.landing.update(left)
         self.end(waiting + left, State.CANCELLED)
 
@@ -254,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert failed is task
             self.end([task], State.FAILED)
-            assert same(cancelled, [] if task.apart else self.first_error(error))
+            assert same(cancelled, [] if task.isolated else self.first_error(error))
 
     @rule()
     def doubt(self) -> None:
@@ -274,7 +276,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers)
     def worker_up(self, index: int) -> None:
-        if not self.up[index] and not self.limbo[index]:
+        if not self.up[index] and not self.orphaned[index]:
             self.scheduler.worker_up(index)
             self.up[index] = True
             self.front[index] = self.asked[index] = None
@@ -326,7 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert failed is task
             self.end([task], State.FAILED)
-            assert same(cancelled, [] if task.apart else self.first_error(error))
+            assert same(cancelled, [] if task.isolated else self.first_error(error))
 
     @rule(index=workers, stopped=st.booleans(), data_unread=st.booleans(), data=st.data())
     def ended_badly(self, index: int, stopped: bool, data_unread: bool, data: st.DataObject) -> None:
@@ -389,11 +391,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers)
     def lose(self, index: int) -> None:
-        assert self.scheduler.lose(index) == bool(self.sent[index] or self.limbo[index])
+        assert self.scheduler.lose(index) == bool(self.sent[index] or self.orphaned[index])
         for task in self.sent[index][1:]:
             self.started[task] -= 1  # a worker runs its functions in order
-        self.limbo[index] += self.sent[index]
-        self.begun.update(self.limbo[index])
+        self.orphaned[index] += self.sent[index]
+        self.begun.update(self.orphaned[index])
         self.sent[index], self.strays[index] = [], []
         self.up[index] = False
         assert not self.scheduler.workers[index].idle
@@ -404,14 +406,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         exhausted = RuntimeError("all attempts are spent")
         failed, cancelled = self.scheduler.requeue(index, exhausted)
-        tasks, self.limbo[index] = self.limbo[index], []
+        tasks, self.orphaned[index] = self.orphaned[index], []
         spent = [task for task in tasks if self.started[task] >= MAX_ATTEMPTS]
         expected = self.back_to_queue([task for task in tasks if task not in spent])
         for task in spent:
             if self.error is None and task not in self.withdrawn:
                 assert failed.pop(0) is task
                 self.end([task], State.FAILED)
-                expected += [] if task.apart else self.first_error(exhausted)
+                expected += [] if task.isolated else self.first_error(exhausted)
             else:
                 self.end([task], State.CANCELLED)
                 expected.append(task)
@@ -424,7 +426,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cancelled = self.scheduler.abort(error, final=final)
         expected: list[Task[str]] = []
         if final:
-            expected, self.limbo = [task for limbo in self.limbo for task in limbo], [[] for _ in range(WORKERS)]
+            expected = [task for orphaned in self.orphaned for task in orphaned]
+            self.orphaned = [[] for _ in range(WORKERS)]
             self.end(expected, State.CANCELLED)
         if self.error is None or (final and not self.final):
             expected += self.first_error(error)
@@ -485,7 +488,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert all(task.begun == (task in self.begun) for task in self.all)
         assert scheduler.waiting == len(self.queue) + len(self.blocked)
-        assert scheduler.in_flight == sum(map(len, self.sent)) + sum(map(len, self.limbo)) + len(self.landing)
+        assert scheduler.in_flight == sum(map(len, self.sent)) + sum(map(len, self.orphaned)) + len(self.landing)
         assert scheduler.idle == (len(self.ended) == len(self.all) and not self.landing)
         assert scheduler.is_shutting_out == bool(self.landing)
         assert list(scheduler.strays) == [(i, task) for i in range(WORKERS) for task in self.strays[i]]
@@ -494,7 +497,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             State.QUEUED: self.queue,
             State.BLOCKED: self.blocked,
             State.SENT: [task for sent in self.sent for task in sent],
-            State.LIMBO: [task for limbo in self.limbo for task in limbo],
+            State.ORPHANED: [task for orphaned in self.orphaned for task in orphaned],
         }
         for state, tasks in places.items():
             assert all(task.state is state for task in tasks)
@@ -516,18 +519,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.blocked.remove(task)
             self.queue.append(task)
         self.worker_up(0)
-        if self.cuts and self.cutter is None and self.queue:  # a cut can be made, since what has begun is run
+        # A cut can be made, since what has begun is run.
+        if self.barriers and self.barrier_owner is None and self.queue:
             while any(task in self.begun for task in self.queue):
                 self.take(0)
                 for task in list(self.sent[0]):
                     self.finish_one(task)
-            self.cutter = self.cuts[0]
-            assert self.scheduler.take_cut(self.cutter)
+            self.barrier_owner = self.barriers[0]
+            assert self.scheduler.take_barrier(self.barrier_owner)
             self.everything_holds()
             assert self.scheduler.take(0) == [], "nothing is sent while it is held"
-        for cut in list(self.cuts):
-            self.scheduler.end_cut(cut)
-        self.cuts, self.cutter = [], None
+        for cut in list(self.barriers):
+            self.scheduler.end_barrier(cut)
+        self.barriers, self.barrier_owner = [], None
         while self.queue:
             self.take(0)
             for task in list(self.sent[0]):
@@ -556,7 +560,7 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.__doc__ = (
     "Nothing is lost, nothing is in two places, the order is kept, the first error wins once; no cut has a half."
 )
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestScheduler.settings = search(100, 60)
 
 
 def scheduler_with(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Gate, until, wait_for_file
+from tests.conftest import NUM_WORKERS, Gate, wait_for_file
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, RemoteValueStatus, Variable, errors
 from pscluster.coordinator.scheduling import scheduler
@@ -95,7 +96,7 @@ def test_one_that_does_not_stop(coordinator: ClusterCoordinator, counter: Variab
     with pytest.raises(errors.FunctionTimeoutError):
         coordinator.join(PATIENCE)
     assert coordinator.explain().count("stubborn has ended, and still runs there") == NUM_WORKERS
-    looks = coordinator._dispatcher.look().workers
+    looks = coordinator._dispatcher.stats().workers
     assert [(look.has, look.running.rpartition(".")[2]) for look in looks] == [(1, "stubborn")] * NUM_WORKERS
     waits = coordinator.schedule(lambda: 3)
     with pytest.raises(errors.WaitTimeoutError):
@@ -145,6 +146,6 @@ def test_a_stubborn_one_is_run_elsewhere(
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), True, "3", [1]])
 def test_bad_timeouts(coordinator: ClusterCoordinator, wrong: Any) -> None:
     """They are refused where they are given."""
-    with pytest.raises(ValueError, match=r"timeout is .*; it must be a number of seconds above 0, or None"):
+    with pytest.raises(ValueError, match=r"timeout is .*; it must be a number of seconds, above 0, or None"):
         coordinator.schedule(reads_for_ever, timeout=wrong)
     assert coordinator.done()

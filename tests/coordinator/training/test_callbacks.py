@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE, until
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -340,16 +340,24 @@ def test_what_is_refused(
     place = str(tmp_path)
     bad: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: callbacks.EarlyStopping("loss", mode="up"), ValueError, "mode is 'up'; it must be"),  # type: ignore[arg-type]
-        (lambda: callbacks.EarlyStopping("loss", min_delta=-1), ValueError, "min_delta is -1; it must be 0 or more"),
+        (
+            lambda: callbacks.EarlyStopping("loss", min_delta=-1),
+            ValueError,
+            "min_delta is -1; it must be a number, 0 or more",
+        ),
         (
             lambda: callbacks.ReduceLROnPlateau(optimizer, factor=1),
             ValueError,
-            "factor is 1; it must be between 0 and 1",
+            "factor is 1; it must be a number, above 0 and below 1",
         ),
         (lambda: callbacks.ReduceLROnPlateau(scheduled), errors.MisuseError, "rate of 'scheduled' is a schedule: make"),
         (lambda: callbacks.LearningRateScheduler(0.1, max), TypeError, "give the optimizer .*, not a float"),  # type: ignore[arg-type]
         (lambda: callbacks.LearningRateScheduler(optimizer, 0.1), TypeError, "schedule is a float; it must be"),  # type: ignore[arg-type]
-        (lambda: callbacks.ModelCheckpoint(place, save_freq=0), ValueError, "save_freq is 0; it must be 'epoch', or"),
+        (
+            lambda: callbacks.ModelCheckpoint(place, save_freq=0),
+            ValueError,
+            "save_freq is 0; it must be a whole number of steps, 1 or more, or 'epoch'",
+        ),
         (
             lambda: callbacks.ModelCheckpoint(place, save_best_only=True, save_freq=3),
             ValueError,
@@ -360,7 +368,11 @@ def test_what_is_refused(
             ValueError,
             "every is 0; give more than 0 seconds, or None",
         ),
-        (lambda: callbacks.TensorBoard(place, update_freq=-1), ValueError, "update_freq is -1; it must be 'epoch'"),
+        (
+            lambda: callbacks.TensorBoard(place, update_freq=-1),
+            ValueError,
+            "update_freq is -1; it must be a whole number of steps, 0 or more, or 'epoch'",
+        ),
     ]
     for make, error, message in bad:
         with pytest.raises(error, match=message):

@@ -154,7 +154,7 @@ def test_other_axes() -> None:
 )
 def test_numbers_must_be_positive(make: Callable[[], Partitioner], name: str, value: str) -> None:
     """An argument below 1 is refused with its name and value."""
-    with pytest.raises(ValueError, match=f"{name} must be positive.*{value}"):
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be a whole number, 1 or more"):
         make()
 
 

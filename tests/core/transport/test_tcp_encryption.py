@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from cryptography import x509
-from tests.conftest import PATIENCE, until
+from tests.waiting import PATIENCE, until
 
 from pscluster.core.security import tls as tls_module
 from pscluster.core.security.access import RoleInterceptor

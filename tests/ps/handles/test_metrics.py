@@ -124,7 +124,9 @@ def test_auc() -> None:
     assert metrics.AUC("of none").result() == 0.0
     with pytest.raises(errors.MisuseError, match="the scores reach from -1 to 2; give probabilities"):
         fine.update_state([0, 1], [-1.0, 2.0])
-    with pytest.raises(ValueError, match="num_thresholds is 1; it must be from 2 to 1,000,000"):
+    with pytest.raises(
+        ValueError, match="num_thresholds is 1; it must be a whole number, at least 2 and at most 1,000,000"
+    ):
         metrics.AUC("none", num_thresholds=1)
 
 

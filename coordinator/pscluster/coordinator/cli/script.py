@@ -20,7 +20,6 @@ from pscluster.coordinator.job.settings import set_process_options
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.core.cluster.spec import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
-from pscluster.core.fault_points import arm
 from pscluster.core.role.process import complain, configure_logging, log_options, main_of, tune_allocator
 from pscluster.core.role.server import RoleOptions, expect_type, on_parents_death, options_of_environ, role_options
 from pscluster.core.security.tokens import hide_token
@@ -51,7 +50,6 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
     set_process_options(options)
     configure_logging(name, options.log_level, options.log_format)
     tune_allocator()
-    arm(role)
     stopped: list[signal.Signals] = []
     in_script, has_ended = False, False
     unfinished = 0  # the signal that came before the script had ended

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pscluster.coordinator.data.positions import Number, Position, Positions, Range, StopOf
+from pscluster.core import checks
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.values.handles import Handle, StaysHere
 from pscluster.ps.handles.variable import Variable
@@ -182,9 +183,9 @@ class DistributedDataset(StaysHere):
                 f"shuffle({', '.join(map(repr, buffer_size))}): there is no buffer, all of the dataset is shuffled; "
                 "write shuffle(), or shuffle(seed=...)"
             )
-        if _whole("seed", seed) < 0:
-            raise ValueError(f"seed is {seed}; it must be 0 or more")
-        return self._with(seed=seed, split=self._pipeline.split if split is None else _positive("split", split))
+        seed = checks.whole("seed", seed, at_least=0)
+        split = self._pipeline.split if split is None else checks.whole("split", split, at_least=1)
+        return self._with(seed=seed, split=split)
 
     def map(self, fn: Callable[[Any], Any]) -> DistributedDataset:
         """`fn(element)` in place of each, on the workers: of an example before `batch`, of a batch behind it."""
@@ -202,7 +203,7 @@ class DistributedDataset(StaysHere):
         """
         if self._pipeline.batch is not None:
             raise MisuseError(f"these are batches of {self._pipeline.batch} already")
-        made = self._with(batch=_positive("batch size", size), drop_remainder=drop_remainder)
+        made = self._with(batch=checks.whole("batch size", size, at_least=1), drop_remainder=drop_remainder)
         if not made._pipeline.kept:
             raise ValueError(
                 f"of {self._pipeline.length} examples there is no batch of {size}, and drop_remainder=True drops them "
@@ -212,17 +213,15 @@ class DistributedDataset(StaysHere):
 
     def repeat(self, epochs: int | None = None) -> DistributedDataset:
         """Going through it once gives so many epochs, one behind the other; None: without end."""
-        return self._with(epochs=None if epochs is None else _positive("epochs", epochs))
+        return self._with(epochs=None if epochs is None else checks.whole("epochs", epochs, at_least=1))
 
     def prefetch(self, elements: int) -> DistributedDataset:
         """So many elements are read by a worker before they are asked for; 2 unless said otherwise, 0 none."""
-        if _whole("elements", elements) < 0:
-            raise ValueError(f"prefetch({elements}): give 0 or more")
-        return self._with(ahead=elements)
+        return self._with(ahead=checks.whole("elements", elements, at_least=0))
 
     def parts(self, elements: int) -> DistributedDataset:
         """So many elements a part: one function is handed out for all of them. Of files: so many files."""
-        return self._with(elements=_positive("elements", elements))
+        return self._with(elements=checks.whole("elements", elements, at_least=1))
 
     # What there is
 
@@ -369,8 +368,7 @@ def distribute(
     """See `ClusterCoordinator.distribute_dataset`."""
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
-    if _whole("retries", retries) < 0:
-        raise ValueError(f"retries is {retries}; it must be 0 or more")
+    retries = checks.whole("retries", retries, at_least=0)
     if reader is not None and not callable(reader):
         raise TypeError(f"reader is a {type(reader).__name__}; give a function of a file")
     if reader is not None and isinstance(source, str | bytes):
@@ -380,15 +378,3 @@ def distribute(
         raise ValueError("the source has no examples: an epoch of nothing would never end, or at once")
     pipeline = Pipeline(found, positions.name() if name is None else name)
     return DistributedDataset(positions, pipeline, itertools.count(1), on_error=on_error, retries=retries)
-
-
-def _whole(what: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} is {value!r}; it must be a whole number")
-    return value
-
-
-def _positive(what: str, value: int) -> int:
-    if _whole(what, value) < 1:
-        raise ValueError(f"{what} is {value}; it must be 1 or more")
-    return value

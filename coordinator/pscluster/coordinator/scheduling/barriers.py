@@ -63,21 +63,21 @@ class Barriers:
         Raises:
             WaitTimeoutError: some have not ended after so many seconds; the message names them. They go on.
         """
-        deadline, cut, scheduler = time.monotonic() + timeout, object(), self._scheduler
+        deadline, owner, scheduler = time.monotonic() + timeout, object(), self._scheduler
         try:
-            scheduler.begin_cut(cut)
+            scheduler.begin_barrier(owner)
             self._state.loop.call_soon_threadsafe(self._recalls.ask_for_all, False)
             with self._state.lock:
-                while not scheduler.take_cut(cut):
+                while not scheduler.take_barrier(owner):
                     left = deadline - time.monotonic()
                     if left <= 0:
                         raise WaitTimeoutError(f"after {timeout:g} s {self._status.unended() or _BUSY}")
                     self._state.changed.wait(left)
             yield
         finally:  # wherever Ctrl-C struck
-            scheduler.cuts.discard(cut)
+            scheduler.barriers.discard(owner)
             with self._state.lock:
-                scheduler.end_cut(cut)
+                scheduler.end_barrier(owner)
                 self._state.changed.notify_all()
             self._state.on_loop(self._state.wake_all)
 

@@ -52,7 +52,7 @@ class Call:
     timeout: float | None = None  # seconds that it may run, each time
     key: int = 0  # its name in the work, for the servers; 0: it has none
     parts: Sequence[DataPart] = ()  # of distributed datasets, among the handles
-    apart: bool = False  # its error is that of who waits for it, and of nobody else
+    isolated: bool = False  # its error is that of who waits for it, and of nobody else
     applied: bool = False  # some attempt may have applied updates
 
     @property

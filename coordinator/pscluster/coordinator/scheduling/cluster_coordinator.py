@@ -14,6 +14,7 @@ from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.training.callbacks import Callback
 from pscluster.coordinator.training.fit import Fit, check_arguments, validation_of
 from pscluster.coordinator.training.history import History
+from pscluster.core import checks
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.metrics import MetricLike
@@ -71,8 +72,8 @@ class ClusterCoordinator(FunctionQueue):
             raise ValueError(f"a ClusterCoordinator needs a ParameterServerStrategy, not a {type(strategy).__name__}")
         asked = {"max_queued": max_queued, "max_attempts": max_attempts, "worker_lease": worker_lease}
         for name, value in asked.items():
-            if value is not None and not value >= 1:
-                raise ValueError(f"{name} is {value}; it must be 1 or more")
+            if value is not None:
+                checks.real(name, value, finite=False, at_least=1)
         with _making:
             context = strategy.context
             if isinstance(context.coordinator, ClusterCoordinator):
@@ -147,12 +148,13 @@ class ClusterCoordinator(FunctionQueue):
             FunctionError: a step failed. All else was cancelled, nothing runs.
             PSUnavailableError: a parameter server is lost.
         """
-        whole = {"epochs": epochs, "validation_freq": validation_freq}
+        check_arguments(step, data)
+        epochs = checks.whole("epochs", epochs, at_least=1)
+        validation_freq = checks.whole("validation_freq", validation_freq, at_least=1)
         if steps_per_epoch is not None:
-            whole["steps_per_epoch"] = steps_per_epoch
+            steps_per_epoch = checks.whole("steps_per_epoch", steps_per_epoch, at_least=1)
         if steps_per_execution != "auto":
-            whole["steps_per_execution"] = steps_per_execution
-        check_arguments(step, data, whole)
+            steps_per_execution = checks.whole("steps_per_execution", steps_per_execution, at_least=1)
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose is {verbose!r}; it must be 0, 1, 2 or 'auto'")
         training = Fit(

@@ -69,7 +69,7 @@ from pscluster.v1 import node_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 16
+MAX_DIRECT = 16
 """More functions than that, or those that need preparation, are sent by the loop: messages are made under the lock."""
 
 Outcome = worker_pb2.Outcome
@@ -122,7 +122,7 @@ class Dispatcher:
         # What the parts do for the dispatcher's users.
         self.join, self.done, self.wait_for = waits.join, waits.done, waits.wait_for
         self.check_no_error = waits.check_no_error
-        self.paused, self.alone = barriers.barrier, barriers.exclusive
+        self.barrier, self.exclusive = barriers.barrier, barriers.exclusive
         self.cancel, self.cancel_waiting = barriers.cancel, barriers.cancel_waiting
         self.withdraw, self.tasks_of = barriers.withdraw, barriers.tasks_of
         self.add_resource, self.release_resource = definitions.add_resource, definitions.release_resource
@@ -130,7 +130,7 @@ class Dispatcher:
         self.forget, self.forget_ended = server_watch.forget, server_watch.forget_ended
         self.forgotten = server_watch.forgotten
         self.server_is_lost, self.tell_seen = server_watch.is_lost, server_watch.tell_seen
-        self.look, self.figures, self.counts = status.look, status.figures, status.counts
+        self.stats, self.figures, self.counts = status.stats, status.figures, status.counts
         self.describe, self.explain, self.pending = status.describe, status.explain, status.pending
         self.missing, self.stranded = status.missing, status.stranded
 
@@ -153,7 +153,7 @@ class Dispatcher:
         """How many have returned. Takes no lock."""
         return self._status.functions_done
 
-    def at_once(self, look: Callable[[], T]) -> T:
+    def atomically(self, look: Callable[[], T]) -> T:
         """What it gives while nothing begins or ends. It may take positions' locks, and no others."""
         with self._lock:
             return look()
@@ -161,7 +161,7 @@ class Dispatcher:
     def submit(self, call: Call, key: str = "", left: float | None = None) -> Task[Call]:
         """Enter a function. Blocks while the queue is full; raises the pending error, or that of the cluster.
 
-        One that stands apart is cancelled by such an error, and leaves it to the others.
+        One that is isolated is cancelled by such an error, and leaves it to the others.
 
         Raises:
             WaitTimeoutError: it could not be entered within the seconds that are left.
@@ -172,7 +172,7 @@ class Dispatcher:
         # The lock and not its condition: entering that is Python code, where Ctrl-C could leave it locked for ever.
         with self._lock:
             while True:
-                if call.apart:
+                if call.isolated:
                     self._waits.check_no_error(call.function.name)
                 else:
                     self._waits.raise_error(deadline, "schedule")
@@ -198,7 +198,7 @@ class Dispatcher:
                 call,
                 len(pending),
                 size,
-                apart=call.apart,
+                isolated=call.isolated,
                 since=time.monotonic(),
                 timeout=call.timeout,
                 retries=call.retries,
@@ -249,7 +249,7 @@ class Dispatcher:
             return True
         if (
             connection is None
-            or not 0 < len(tasks) <= AT_ONCE
+            or not 0 < len(tasks) <= MAX_DIRECT
             or not all(self._is_ready(handle, task) for task in tasks)
         ):
             return False
@@ -386,7 +386,7 @@ class Dispatcher:
                 self._settlement.settle_cancelled(scheduler.run_again(index, again))
             failed = scheduler.error is not None and before is None
             if failed or (
-                not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or scheduler.cuts)
+                not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or scheduler.barriers)
             ):
                 self._changed.notify_all()
             recalls = self._recalls.of_all() if failed else []

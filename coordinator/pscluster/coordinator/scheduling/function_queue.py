@@ -28,6 +28,7 @@ from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.variables.evaluation_snapshot import Pins
+from pscluster.core import checks
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, capture, partial_of
 from pscluster.core.values import HandleResolver, encode_call, map_structure
@@ -39,6 +40,8 @@ from pscluster.worker.data.pipelines import Pipeline, numbered
 from pscluster.worker.evaluation import States, by_name, results_of, states_of
 
 logger = logging.getLogger(__name__)
+
+_SECONDS = "number of seconds"
 
 
 class FunctionQueue(StaysHere):
@@ -133,12 +136,10 @@ class FunctionQueue(StaysHere):
             raise TypeError(f"args must be a tuple or list of arguments, not a {type(args).__name__}: write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs must be a dict of arguments, not a {type(kwargs).__name__}")
-        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
-            raise ValueError(f"retries is {retries!r}; it must be a whole number, 0 or more")
-        if timeout is not None and (
-            isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
-        ):
-            raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0, or None")
+        if type(retries) is not int or retries < 0:
+            retries = checks.whole("retries", retries, at_least=0)
+        if timeout is not None:
+            timeout = checks.real("timeout", timeout, ", or None", kind=_SECONDS, finite=False, above=0)
         if wait is not None:
             _check_seconds("wait", wait)
         function = self._functions.get(fn)
@@ -415,8 +416,8 @@ class FunctionQueue(StaysHere):
             UnavailableError: with `concurrent`, a parameter server has lost the copies: evaluate again.
         """
         named = by_name(metrics)
-        if shards != "auto" and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
-            raise ValueError(f"shards is {shards!r}; it must be 1 or more, or 'auto'")
+        if shards != "auto":
+            shards = checks.whole("shards", shards, ", or 'auto'", at_least=1)
         if not callable(step):
             raise TypeError(f"evaluate takes a step function, not a {type(step).__name__}")
         if not isinstance(dataset, DistributedDataset):
@@ -433,7 +434,7 @@ class FunctionQueue(StaysHere):
         evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
         deadline = None if timeout is None else time.monotonic() + timeout
         found: list[RemoteValue] = []
-        with self._dispatcher.alone(timeout):
+        with self._dispatcher.exclusive(timeout):
             try:
                 found.extend(self.schedule(evaluate_shard, args=(part,)) for part in dataset.shards(shards))
                 self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -476,11 +477,11 @@ class FunctionQueue(StaysHere):
         tasks: list[Task[Call]] = []
         found: list[RemoteValue] = []
         try:
-            self._dispatcher.at_once(lambda: self._dispatcher.check_no_error(function.name))
+            self._dispatcher.atomically(lambda: self._dispatcher.check_no_error(function.name))
             pins.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
             for part in dataset.shards(shards):
                 result = RemoteValue(function.name, self._resolve_handle, self)
-                call = Call(function, weakref.ref(result), apart=True)
+                call = Call(function, weakref.ref(result), isolated=True)
                 self._encode(call, (part,), {})
                 found.append(result)
                 tasks.append(self._dispatcher.submit(call, left=left()))
@@ -565,9 +566,8 @@ class FunctionQueue(StaysHere):
         return FunctionHandle(function)
 
 
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a number of seconds, 0 or more, or None")
+def _check_seconds(name: str, value: object) -> None:
+    checks.real(name, value, ", or None", kind=_SECONDS, finite=False, at_least=0)
 
 
 def _check_no_part(function: CapturedFunction) -> None:

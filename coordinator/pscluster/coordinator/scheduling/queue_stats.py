@@ -82,16 +82,16 @@ class QueueStatus:
 
     def figures(self) -> Snapshot:
         """The queue's, the workers' and the servers'; see `CoordinatorTelemetry`."""
-        look = self.look()
-        workers = {str(worker.peer.index): worker for worker in look.workers}
+        stats = self.stats()
+        workers = {str(worker.peer.index): worker for worker in stats.workers}
         return {
-            "queue_functions": look.waiting,
-            "queue_age_seconds": look.oldest,
-            "functions_scheduled_total": look.scheduled,
-            "functions_running": look.in_flight,
-            "functions_done_total": look.done,
-            "functions_failed_total": look.failed,
-            "functions_cancelled_total": look.cancelled,
+            "queue_functions": stats.waiting,
+            "queue_age_seconds": stats.oldest,
+            "functions_scheduled_total": stats.scheduled,
+            "functions_running": stats.in_flight,
+            "functions_done_total": stats.done,
+            "functions_failed_total": stats.failed,
+            "functions_cancelled_total": stats.cancelled,
             "worker_up": {number: int(worker.up) for number, worker in workers.items()},
             "worker_functions": {number: worker.has for number, worker in workers.items()},
             "worker_function_seconds": {number: worker.seconds or 0.0 for number, worker in workers.items()},
@@ -106,7 +106,7 @@ class QueueStatus:
         workers = [str(handle.peer) for handle in self._state.workers if not handle.up]
         return [*map(str, out_of_reach(self._state.servers)), *workers]
 
-    def look(self) -> QueueStats:
+    def stats(self) -> QueueStats:
         """How all is now. Takes a moment for each worker, whatever is queued."""
         now = time.monotonic()
         with self._state.lock:
@@ -139,7 +139,7 @@ class QueueStatus:
                 scheduler.failed,
                 self._state.counts.retried_failed + self._state.counts.retried_lost,
                 scheduler.were_cancelled,
-                bool(scheduler.cuts),
+                bool(scheduler.barriers),
                 "" if scheduler.error is None else str(scheduler.error).partition("\n\n")[0],
                 workers,
             )
@@ -162,7 +162,7 @@ class QueueStatus:
                     )
                 if not tasks and not handle.up:
                     lines.append(f"{handle.peer}: not there: {handle.why}")
-            if self._scheduler.cuts:
+            if self._scheduler.barriers:
                 what = "a checkpoint, or copies of variables, are made: meanwhile no function begins"
                 unended = self.unended()
                 lines.append(f"{what}; {unended}" if unended else what)
@@ -206,7 +206,7 @@ class QueueStatus:
 
     def unended(self) -> str:
         """Under the lock: what has begun and not ended, by name; and who is missing, where that is why."""
-        begun = [task for worker in self._scheduler.workers for task in worker.limbo] + self._scheduler.begun
+        begun = [task for worker in self._scheduler.workers for task in worker.orphaned] + self._scheduler.begun
         found = [f"{task.payload.function.name}, begun on {self._state.workers[task.begun_on].peer}" for task in begun]
         told = [f"functions still run: {running}"] if (running := self.running()) else []
         if self._scheduler.is_shutting_out:

@@ -10,16 +10,16 @@ A task is one scheduled function. Its states and what moves it:
     SENT    --give_back----------------------------> QUEUED    the worker never started it; at the head
     SENT    --run_again(worker)--------------------> QUEUED    it raised or ran too long, and is to run again; it has
                                                                begun
-    SENT    --lose(worker)-------------------------> LIMBO     the worker is gone
-    LIMBO   --requeue(worker)----------------------> QUEUED    at the head, it may have begun; once every server has
+    SENT    --lose(worker)-------------------------> ORPHANED  the worker is gone
+    ORPHANED --requeue(worker)---------------------> QUEUED    at the head, it may have begun; once every server has
                                                                closed the worker's incarnation, so that nothing of
                                                                the lost attempt lands beside the new one
     any but DONE, FAILED --an error elsewhere------> CANCELLED
-    any but DONE, FAILED --withdraw----------------> CANCELLED what is sent or in limbo: once it ends, or comes back
+    any but DONE, FAILED --withdraw----------------> CANCELLED what is sent or orphaned: once it ends, or comes back
     any but DONE, FAILED --cancel------------------> CANCELLED at once
     SENT    --time_out-----------------------------> FAILED    at once: it has run too long, and is not to run again
 
-A task that is sent or in limbo and ends at once leaves an attempt behind, which nobody waits for:
+A task that is sent or orphaned and ends at once leaves an attempt behind, which nobody waits for:
 
     SHUTTING OUT --shut_out--> OVER   every server refuses what it still updates; until then it counts as executing
     STRAY --its outcome, or its worker is lost--> GONE   until then its worker is given nothing else
@@ -29,8 +29,8 @@ run again it is asked to stop, and given up with its worker if it does not withi
 may begin while that one could still read what the other writes; else it is ended by `time_out`.
 
 The first error wins: it is kept, all that is blocked or queued is cancelled, and what is sent is to be
-recalled. (But for the error of a task that stands apart: it ends nothing but itself.) The error can be taken,
-once, when nothing is sent or in limbo any more: at that moment nothing executes, and the scheduler is as new. An
+recalled. (But for the error of a task that is isolated: it ends nothing but itself.) The error can be taken,
+once, when nothing is sent or orphaned any more: at that moment nothing executes, and the scheduler is as new. An
 error that is `final` (a parameter server is lost) is not cleared by being taken: it is raised again by every later
 call. Where somebody has said that a server is lost, it is found out whether that is so:
 
@@ -39,15 +39,22 @@ call. Where somebody has said that a server is lost, it is found out whether tha
 
 A function has begun when an attempt of it may have changed something: its worker was lost, whose outcomes may be lost
 with it, or it failed and is to run again. It stays so until it ends, wherever it is. What makes a cut through the job
-(a checkpoint, a restore, copies of variables, a cancel) must not meet the half of one:
+(a checkpoint, a restore, copies of variables, a cancel) must not meet the half of one, and puts up a barrier:
 
-    NO CUT  --begin_cut--> WAITING   only what has begun is sent
-    WAITING --take_cut---> HELD      once nothing is sent or in limbo, nothing that has begun is queued, and nobody else
-                                     has it: nothing executes, and nothing is sent
-    any     --end_cut----> NO CUT    as soon as nobody waits
+    NONE    --begin_barrier--> WAITING   only what has begun is sent
+    WAITING --take_barrier---> HELD      once nothing is sent or orphaned, nothing that has begun is queued, and there
+                                         is no other owner: nothing executes, and nothing is sent
+    any     --end_barrier----> NONE      as soon as nobody waits
 
-Several may wait; each has it alone. What waits too long gives up, and nothing is lost. A function that ends with an
-error, or is cancelled, may have changed something for good: its owner says so.
+Several may wait; one at a time is its owner. What waits too long gives up, and nothing is lost. A function that ends
+with an error, or is cancelled, may have changed something for good: its owner says so.
+
+Who may enter tasks: whoever has the queue alone (`begin_exclusive`), else anybody, while it is not full. A key names
+one piece of work, so no two tasks that have not ended share one (`is_scheduled`).
+
+A worker is idle while it waits for something to do, and free if it has nothing besides. A task goes to the free ones in
+turn (`next_free`, `to_wake`); to an idle one goes what another has not started (`steal_for`), unless that one is being
+asked for some already. What failed is run again as often as it may be (`may_retry`).
 
 Ids rise from 1 in the order of `add`. `ended` collects the ids that no server needs to remember.
 """
@@ -79,7 +86,7 @@ class State(enum.Enum):
     BLOCKED = enum.auto()
     QUEUED = enum.auto()
     SENT = enum.auto()
-    LIMBO = enum.auto()
+    ORPHANED = enum.auto()
     DONE = enum.auto()
     FAILED = enum.auto()
     CANCELLED = enum.auto()
@@ -110,13 +117,13 @@ class Task(Generic[P]):
     """One scheduled function. `payload` is the owner's; the scheduler does not look at it."""
 
     __slots__ = (
-        "apart",
         "attempts",
         "begun_on",
         "blockers",
         "data_retries",
         "failures",
         "id",
+        "isolated",
         "key",
         "payload",
         "position",
@@ -135,7 +142,7 @@ class Task(Generic[P]):
         blockers: int = 0,
         size: int = 0,
         *,
-        apart: bool = False,
+        isolated: bool = False,
         since: float = 0.0,
         timeout: float | None = None,
         retries: int = 0,
@@ -157,7 +164,7 @@ class Task(Generic[P]):
         self.data_retries = data_retries  # the same where its examples can't be read
         self.failures = 0  # after which it was run again
         self.key = key  # its name in the work; 0: it has none
-        self.apart = apart  # its error is its own, and cancels nothing else
+        self.isolated = isolated  # its error is its own, and cancels nothing else
         self.withdrawn = False  # nobody wants it any more: where it would be queued again, or fails, it is cancelled
 
     @property
@@ -178,7 +185,7 @@ class WorkerState(Generic[P]):
     leaving: bool = False  # it is to be given nothing more
     recalled: bool = False  # it is being asked for some of what it has
     sent: dict[int, Task[P]] = field(default_factory=dict)  # in the order of sending
-    limbo: list[Task[P]] = field(default_factory=list)
+    orphaned: list[Task[P]] = field(default_factory=list)
     strays: dict[int, Task[P]] = field(default_factory=dict)  # have ended, and may still run here
     front: tuple[int, int] = (0, 0)  # number and position of the first one that it has
     front_since: float = 0.0  # when it was first seen to be
@@ -221,9 +228,9 @@ class Scheduler(Generic[P]):
         self._turn = 0  # whose turn it is when there is less to do than there are free workers
         self._keys: set[int] = set()  # of tasks that have not ended
         self._to_forget: set[int] = set()  # keys of what is not entered again
-        self.cuts: set[object] = set()
-        """Who makes a cut, or waits to."""
-        self._cutter: object | None = None  # who has it now
+        self.barriers: set[object] = set()
+        """Who makes a barrier, or waits to."""
+        self._barrier_owner: object | None = None  # who has it now
         self._unrefused: set[int] = set()  # tasks that have ended, and of which a server may still take an update
         self._begun: deque[Task[P]] = deque()  # queued, before all others
         self._queue: deque[Task[P]] = deque()
@@ -240,7 +247,7 @@ class Scheduler(Generic[P]):
     @property
     def queued(self) -> int:
         """Tasks that could be sent now."""
-        return len(self._begun) if self.cuts else len(self._begun) + len(self._queue)
+        return len(self._begun) if self.barriers else len(self._begun) + len(self._queue)
 
     @property
     def full(self) -> bool:
@@ -259,8 +266,8 @@ class Scheduler(Generic[P]):
 
     @property
     def in_flight(self) -> int:
-        """Tasks that are sent or in limbo, or have ended so that something of them could still land."""
-        return sum(len(worker.sent) + len(worker.limbo) for worker in self.workers) + len(self._unrefused)
+        """Tasks that are sent or orphaned, or have ended so that something of them could still land."""
+        return sum(len(worker.sent) + len(worker.orphaned) for worker in self.workers) + len(self._unrefused)
 
     def tasks(self) -> Iterator[Task[P]]:
         """All that have not ended."""
@@ -269,7 +276,7 @@ class Scheduler(Generic[P]):
         yield from self._queue
         for worker in self.workers:
             yield from worker.sent.values()
-            yield from worker.limbo
+            yield from worker.orphaned
 
     @property
     def idle(self) -> bool:
@@ -291,24 +298,24 @@ class Scheduler(Generic[P]):
         """Tasks that have begun, and wait to be run again."""
         return list(self._begun)
 
-    # Cuts
+    # Barriers
 
-    def begin_cut(self, cut: object) -> None:
+    def begin_barrier(self, owner: object) -> None:
         """From now on only what has begun is sent. May be called without the lock, by whoever then takes it."""
-        self.cuts.add(cut)  # wherever Ctrl-C strikes, it is taken out as often as it was put in
+        self.barriers.add(owner)  # wherever Ctrl-C strikes, it is taken out as often as it was put in
 
-    def take_cut(self, cut: object) -> bool:
-        """Has everything ended that had begun, and does nobody else have the cut? Then it is this one's."""
-        if self.in_flight or self._begun or self._cutter not in (None, cut):
+    def take_barrier(self, owner: object) -> bool:
+        """Has everything ended that had begun, and does nobody else have the barrier? Then this is its owner."""
+        if self.in_flight or self._begun or self._barrier_owner not in (None, owner):
             return False
-        self._cutter = cut
+        self._barrier_owner = owner
         return True
 
-    def end_cut(self, cut: object) -> None:
+    def end_barrier(self, owner: object) -> None:
         """It is made, or given up."""
-        self.cuts.discard(cut)
-        if self._cutter is cut:
-            self._cutter = None
+        self.barriers.discard(owner)
+        if self._barrier_owner is owner:
+            self._barrier_owner = None
 
     # The producer's side
 
@@ -392,7 +399,7 @@ class Scheduler(Generic[P]):
         """A worker is ready for functions."""
         worker = self.workers[index]
         assert not worker.sent, "what it had is lost before it comes back"
-        assert not worker.limbo, "what it had is requeued before it comes back"
+        assert not worker.orphaned, "what it had is requeued before it comes back"
         worker.up, worker.sent_count, worker.seconds = True, 0, None
         worker.front, worker.asked = (0, 0), 0
 
@@ -485,7 +492,7 @@ class Scheduler(Generic[P]):
             self._end(task, State.CANCELLED)
             return None, [task]
         self._end(task, State.FAILED)
-        return task, [] if task.apart else self._set_error(error)
+        return task, [] if task.isolated else self._set_error(error)
 
     def ended_badly(self, index: int, task: Task[P], *, stopped: bool = False, data_unread: bool = False) -> Ending:
         """Decide what comes of a task that has not ended well. One that is to fail still has to: see `fail`.
@@ -544,7 +551,7 @@ class Scheduler(Generic[P]):
         return self.give_back(index, task_ids)
 
     def lose(self, index: int) -> bool:
-        """A worker is gone. True if it had tasks, which are in limbo now.
+        """A worker is gone. True if it had tasks, which are orphaned now.
 
         It ran them in order, so its death is an attempt of the oldest only: the others did not start, or had
         ended and lost their outcomes. Else a function that waits behind others could be given up for what
@@ -556,11 +563,11 @@ class Scheduler(Generic[P]):
         lost = list(worker.sent.values())
         for task in lost[1:]:
             task.attempts -= 1
-        worker.limbo.extend(lost)
+        worker.orphaned.extend(lost)
         worker.sent.clear()
-        for task in worker.limbo:
-            task.state, task.begun_on = State.LIMBO, index
-        return bool(worker.limbo)
+        for task in worker.orphaned:
+            task.state, task.begun_on = State.ORPHANED, index
+        return bool(worker.orphaned)
 
     def requeue(
         self, index: int, exhausted: Exception | None = None, overdue: int = 0
@@ -571,7 +578,7 @@ class Scheduler(Generic[P]):
         number `overdue`; and those that are cancelled.
         """
         worker = self.workers[index]
-        tasks, worker.limbo = worker.limbo, []
+        tasks, worker.orphaned = worker.orphaned, []
         hopeless = [task for task in tasks if task.attempts >= self._max_attempts or task.id == overdue]
         cancelled = self._requeue([task for task in tasks if task not in hopeless])
         failed: list[Task[P]] = []
@@ -579,7 +586,7 @@ class Scheduler(Generic[P]):
             if self.error is None and exhausted is not None and not task.withdrawn:
                 self._end(task, State.FAILED)
                 failed.append(task)
-                if not task.apart:
+                if not task.isolated:
                     cancelled += self._set_error(exhausted)
             else:
                 self._end(task, State.CANCELLED)
@@ -632,8 +639,8 @@ class Scheduler(Generic[P]):
                 del worker.sent[task.id]
                 self._leave_behind(index, task)
                 left.append(task)
-            for task in [task for task in worker.limbo if task in chosen]:
-                worker.limbo.remove(task)
+            for task in [task for task in worker.orphaned if task in chosen]:
+                worker.orphaned.remove(task)
                 self._unrefused.add(task.id)
                 left.append(task)
         for task in left:
@@ -667,7 +674,7 @@ class Scheduler(Generic[P]):
         return self.cancel_waiting(lambda task: task.withdrawn)
 
     def abort(self, error: Exception, *, final: bool) -> list[Task[P]]:
-        """An error from outside of any function. The tasks that are cancelled by it, those in limbo included.
+        """An error from outside of any function. The tasks that are cancelled by it, those orphaned included.
 
         A final error replaces one that is not; the first final one stays.
         """
@@ -676,10 +683,10 @@ class Scheduler(Generic[P]):
         cancelled = []
         if final:
             for worker in self.workers:
-                limbo, worker.limbo = worker.limbo, []
-                for task in limbo:
+                orphaned, worker.orphaned = worker.orphaned, []
+                for task in orphaned:
                     self._end(task, State.CANCELLED)
-                cancelled += limbo
+                cancelled += orphaned
             if self.final:
                 return cancelled
             self.final = True
@@ -703,7 +710,7 @@ class Scheduler(Generic[P]):
     def was_asked_to_stop(self, index: int) -> Task[P] | None:
         """Return the task of a lost worker that had run too long there, and did not stop."""
         worker = self.workers[index]
-        return next((task for task in worker.limbo if task.id == worker.asked), None)
+        return next((task for task in worker.orphaned if task.id == worker.asked), None)
 
     def steal_for(self, index: int) -> tuple[int, Sequence[Task[P]]] | None:
         """Return a worker that has several tasks, and its later half, for an idle one while the queue is empty.
@@ -756,20 +763,22 @@ class Scheduler(Generic[P]):
         for worker in self.workers:
             assert worker.up or not worker.sent, "a worker that is down has nothing"
             assert all(task.state is State.SENT for task in worker.sent.values())
-            assert all(task.state is State.LIMBO for task in worker.limbo)
+            assert all(task.state is State.ORPHANED for task in worker.orphaned)
             assert worker.up or not worker.strays, "nothing of a lost worker is waited for"
             assert all(task.state in (State.FAILED, State.CANCELLED) for task in worker.strays.values())
             assert not set(worker.strays) & set(worker.sent)
         assert all(task.state is State.QUEUED for task in (*self._begun, *self._queue))
         assert all(task.begun for task in self._begun)
         assert not any(task.begun for task in self._queue)
-        assert self._cutter is None or not (self.in_flight or self._begun), "a cut holds no half of a function"
-        assert self._cutter is None or self._cutter in self.cuts
+        if self._barrier_owner is not None:
+            assert not self.in_flight, "nothing executes behind a barrier"
+            assert not self._begun, "a barrier holds no half of a function"
+            assert self._barrier_owner in self.barriers
         assert all(task.state is State.BLOCKED and task.blockers > 0 for task in self._blocked)
         assert self.error is None or not self.waiting, "an error leaves nothing waiting"
         held = [task.id for task in (*self._begun, *self._queue, *self._blocked)]
         held += [task_id for worker in self.workers for task_id in worker.sent]
-        held += [task.id for worker in self.workers for task in worker.limbo]
+        held += [task.id for worker in self.workers for task in worker.orphaned]
         assert len(held) == len(set(held)), "a task is in one place"
         assert len(held) + len(self.ended) <= self._last_id
         assert self._keys == {task.key for task in self.tasks() if task.key}, "a key is a task's that has not ended"

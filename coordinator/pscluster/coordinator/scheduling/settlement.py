@@ -43,7 +43,7 @@ class Settlement:
             return False
         message = outcome.value if outcome.HasField("value") else value_pb2.Value(none=True)
         value._set_value(message, buffers)
-        if task.apart:
+        if task.isolated:
             self._state.changed.notify_all()
         dependents, value.dependents = value.dependents, None
         for dependent in dependents or ():
@@ -79,7 +79,7 @@ class Settlement:
         """Give a task's value its error, and say where it may have applied a part. Under the lock."""
         if status is RemoteValueStatus.FAILED and error is self._scheduler.error:
             self._state.failed_at = time.monotonic()
-        if task.payload.applied and not task.apart:  # what stands apart changes nothing but copies
+        if task.payload.applied and not task.isolated:  # what is isolated changes nothing but copies
             of = " and ".join(part.name for part in task.payload.parts)
             self._state.partly_applied.add(
                 task.payload.function.name, f"{error}".partition("\n")[0] + (of and f", of {of}")
@@ -90,7 +90,7 @@ class Settlement:
         if value is not None:
             value.dependents = None
             value._set_error(error, status)
-        if task.apart:
+        if task.isolated:
             self._state.changed.notify_all()
 
     def settle_cancelled(self, tasks: Iterable[Task[Call]]) -> None:

@@ -75,7 +75,7 @@ class Waits:
     def wait_for(self, values: Sequence[RemoteValue], left: float | None, timeout: float | None) -> None:
         """Wait, for `left` of the `timeout` seconds that the user gave, until these have their values.
 
-        Of functions that stand apart. Raises the error of one that will have none, or WaitTimeoutError.
+        Of functions that are isolated. Raises the error of one that will have none, or WaitTimeoutError.
         """
         deadline = None if left is None else time.monotonic() + left
         with self._state.lock:
@@ -93,7 +93,7 @@ class Waits:
                 self._state.changed.wait(left)
 
     def check_no_error(self, name: str) -> None:
-        """Under the lock; see `at_once`. What stands apart is cancelled by an error of others, which is theirs."""
+        """Under the lock; see `atomically`. What is isolated is cancelled by an error of others, which is theirs."""
         if (error := self._scheduler.error) is not None:
             if self._scheduler.final:  # to do it again would be of no use
                 raise error.with_traceback(None)

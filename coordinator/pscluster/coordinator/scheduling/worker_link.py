@@ -26,7 +26,7 @@ from pscluster.coordinator.scheduling.call import (
 )
 from pscluster.coordinator.scheduling.connections import (
     LOST_CONNECTION,
-    Distrust,
+    TlsDiagnosis,
     seconds_to_redial,
     why_lost,
 )
@@ -123,13 +123,13 @@ class WorkerLinks:
             return seconds_to_redial(state.seconds_since_start or 0.0, chance)
 
         retrying = tenacity.AsyncRetrying(retry=tenacity.retry_if_exception_type(UnavailableError), wait=pause)
-        distrust = Distrust(handle.peer)
+        diagnosis = TlsDiagnosis(handle.peer)
         async for attempt in retrying:
             with attempt:
-                return await self._dial(index, handle, distrust)
+                return await self._dial(index, handle, diagnosis)
         raise AssertionError("it is tried until it works")
 
-    async def _dial(self, index: int, handle: WorkerHandle, distrust: Distrust) -> WorkerConnection:
+    async def _dial(self, index: int, handle: WorkerHandle, diagnosis: TlsDiagnosis) -> WorkerConnection:
         """One attempt; UnavailableError for whatever goes wrong. In a frame of its own, which the error holds."""
         connection = WorkerConnection(handle.peer, functools.partial(self._take, index), handle.data)
         handle.connection, handle.known, handle.built = connection, {}, set()
@@ -144,8 +144,8 @@ class WorkerLinks:
             await connection.close()
             if connection.incarnation:
                 await self._give_up(index, connection.incarnation)
-            await distrust.look(failure)
-            handle.why = distrust.why or handle.why
+            await diagnosis.diagnose(failure)
+            handle.why = diagnosis.why or handle.why
             # Refusals, too, may pass: another coordinator's job ends, a token file is put right.
             raise UnavailableError(handle.why) from None
         return connection
@@ -198,8 +198,8 @@ class WorkerLinks:
         with self._state.lock:
             had_tasks = self._scheduler.lose(index)
             # It was running; the others waited behind it, so it is the only one that may have had all its attempts.
-            first = next(iter(self._scheduler.workers[index].limbo), None)
-            for task in self._scheduler.workers[index].limbo:
+            first = next(iter(self._scheduler.workers[index].orphaned), None)
+            for task in self._scheduler.workers[index].orphaned:
                 task.payload.applied = True  # or not: nobody knows
             if first is not None:
                 first.payload.deaths = (*first.payload.deaths, f"{handle.peer} ({handle.why})")

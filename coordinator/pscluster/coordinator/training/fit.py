@@ -602,7 +602,7 @@ def validation_of(
     return Validation(step, data, by_name(metrics), every)
 
 
-def check_arguments(step: object, data: object, whole: Mapping[str, Any]) -> None:
+def check_arguments(step: object, data: object) -> None:
     """What can be said before anything is done."""
     if not callable(step):
         raise TypeError(f"fit takes a step function, not a {type(step).__name__}")
@@ -611,6 +611,3 @@ def check_arguments(step: object, data: object, whole: Mapping[str, Any]) -> Non
             f"fit takes a dataset, not a {type(data).__name__}: give coordinator.distribute_dataset(...).batch(64), or "
             "coordinator.create_per_worker_dataset(...)"
         )
-    for name, value in whole.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from pscluster.core import checks
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry import Partition
 
@@ -232,10 +233,10 @@ def partition_for(
 
 
 def _check_positive(name: str, value: object) -> None:
-    """Whole numbers only, but also such as 1e6."""
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not number or not value >= 1 or value % 1:  # type: ignore[operator]
-        raise ConfigurationError(f"{name} must be positive and whole, but it is {value!r}")
+    try:
+        checks.whole(name, value, at_least=1)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def _axis(shape: tuple[int, ...], axis: int) -> int:

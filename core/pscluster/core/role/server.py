@@ -28,7 +28,6 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pscluster.core import fault_points
 from pscluster.core.cluster.spec import Task, TFConfig, is_loopback, is_on_this_machine, parse_address, split_address
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.functions.policy import add_pickle_options, asked_for, find_modules, settle, trust, trust_of
@@ -434,9 +433,6 @@ class RoleServer:
         gates = list(interceptors)
         if admission is not None:
             gates.append(AdmissionInterceptor(admission))  # strangers are refused before they are counted
-        if (faults := fault_points.armed()) is not None:
-            for each in (interceptors, gates):  # last: what is lost is a request of the method's own
-                each.append(faults.interceptor())
         largest = MAX_MESSAGE_BYTES if admission is None else admission.message_bytes
         self._server = grpc.server(
             ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc"),
@@ -663,7 +659,6 @@ def run_role(
     """
     configure_logging(f"{role_name}/{index}", options.log_level, options.log_format)
     tune_allocator()
-    fault_points.arm(role_name)
     stop = StopRequest()
     stop.on_signals()
     if options.exit_with_parent:

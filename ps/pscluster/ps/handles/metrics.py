@@ -18,10 +18,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core import checks
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, UnknownVariableError
 from pscluster.core.values.handles import Handle
-from pscluster.ps.client.client import UpdatePart
+from pscluster.ps.client.updates import UpdatePart
 from pscluster.ps.handles.scope import current_creator, has_creator
 from pscluster.ps.handles.variable import Variable, read_variables
 from pscluster.v1 import ps_pb2
@@ -372,9 +373,7 @@ class AUC(_AtThresholds):
         super().__init__(name, num_thresholds=num_thresholds)
 
     def _configure(self, **config: Any) -> None:
-        num_thresholds = config["num_thresholds"]
-        if not 2 <= num_thresholds <= _MAX_THRESHOLDS:
-            raise ValueError(f"num_thresholds is {num_thresholds}; it must be from 2 to {_MAX_THRESHOLDS:,}")
+        num_thresholds = checks.whole("num_thresholds", config["num_thresholds"], at_least=2, at_most=_MAX_THRESHOLDS)
         inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
         self._thresholds = np.array([-1e-7, *inner, 1 + 1e-7])
 

@@ -1,0 +1,67 @@
+"""Whether a number of the logs gets better."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pscluster.coordinator.training.callbacks.base import Callback
+from pscluster.core import checks
+from pscluster.core.errors import MisuseError
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["auto", "min", "max"]
+
+_GROW = re.compile(r"acc|auc|precision|recall|f1|r2|score", re.IGNORECASE)
+
+
+class Monitor:
+    """Whether a number of the logs gets better.
+
+    Args:
+        name: of the number.
+        mode: "min" or "max"; "auto": by the name.
+        min_delta: less than that is no improvement.
+        best: what is to be improved on from the start.
+    """
+
+    def __init__(self, name: str, mode: Mode = "auto", min_delta: float = 0.0, best: float | None = None) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise ValueError(f"mode is {mode!r}; it must be 'auto', 'min' or 'max'")
+        checks.real("min_delta", min_delta, at_least=0)
+        self.name = name
+        self._sign = 1 if mode == "max" or (mode == "auto" and _GROW.search(name)) else -1
+        self._min_delta = min_delta
+        self._first = -self._sign * math.inf if best is None else best
+        self.best = self._first
+        self._missed = False
+
+    def reset(self) -> None:
+        """Another training begins."""
+        self.best = self._first
+
+    def check(self, callback: Callback) -> None:
+        """MisuseError if there will be no such number."""
+        if self.name.startswith("val_") and not callback.params.get("validation", True):
+            raise MisuseError(
+                f"{type(callback).__name__} goes by {self.name!r}, but nothing is evaluated: give fit() "
+                "validation_data, or another monitor"
+            )
+
+    def value(self, logs: Mapping[str, Any] | None) -> float | None:
+        """The number; None if it is not among the logs, which is said once."""
+        value = (logs or {}).get(self.name)
+        if value is None and not self._missed and not self.name.startswith("val_"):  # those are not of every epoch
+            self._missed = True
+            logger.warning("a callback goes by %r, which is not among the logs: %s", self.name, list(logs or ()))
+        return None if value is None else float(value)
+
+    def improves(self, value: float) -> bool:
+        """Is it better than the best one?"""
+        if math.isinf(self.best):
+            return math.isfinite(value)
+        return self._sign * (value - self.best) > self._min_delta

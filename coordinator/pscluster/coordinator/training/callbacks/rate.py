@@ -1,0 +1,122 @@
+"""Callbacks that set the learning rate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pscluster.coordinator.training.callbacks.base import Callback, Logs
+from pscluster.coordinator.training.callbacks.monitor import Mode, Monitor
+from pscluster.core import checks
+from pscluster.core.errors import MisuseError
+from pscluster.ps.handles.optimizers import Optimizer
+from pscluster.ps.optim.schedules import LearningRateSchedule
+
+logger = logging.getLogger(__name__)
+
+
+class ReduceLROnPlateau(Callback):
+    """Makes the learning rate smaller when a number has not become better for some epochs.
+
+    Args:
+        optimizer: whose rate it is; a number, not a schedule.
+        monitor: the number's name among the logs.
+        factor: by which the rate is multiplied, between 0 and 1.
+        patience: epochs without an improvement.
+        mode: "min" or "max"; "auto": by the name.
+        min_delta: less than that is no improvement.
+        cooldown: epochs that are not counted, behind a reduction.
+        min_lr: the rate does not become less.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        monitor: str = "val_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        mode: Mode = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        checks.real("factor", factor, above=0, below=1)
+        _rate_of(optimizer)
+        self._monitor = Monitor(monitor, mode, min_delta)
+        self.optimizer = optimizer
+        self.factor, self.patience, self.cooldown, self.min_lr = factor, patience, cooldown, min_lr
+        self._wait = self._cooling = 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._monitor.check(self)
+        self._monitor.reset()
+        self._wait = self._cooling = 0
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        rate = _rate_of(self.optimizer)
+        if logs is not None:
+            logs["learning_rate"] = rate
+        value = self._monitor.value(logs)
+        if value is None:
+            return
+        if self._cooling:
+            self._cooling -= 1
+            self._wait = 0
+        if self._monitor.improves(value):
+            self._monitor.best, self._wait = value, 0
+        elif not self._cooling:
+            self._wait += 1
+            if self._wait >= self.patience and rate > self.min_lr:
+                self.optimizer.learning_rate = max(rate * self.factor, self.min_lr)
+                logger.info("epoch %d: the learning rate is %g now", epoch + 1, _rate_of(self.optimizer))
+                self._wait, self._cooling = 0, self.cooldown
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self._monitor.best, "wait": self._wait, "cooling": self._cooling}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._monitor.best, self._wait, self._cooling = state["best"], state["wait"], state["cooling"]
+
+
+class LearningRateScheduler(Callback):
+    """Sets the learning rate at each epoch's begin.
+
+    Args:
+        optimizer: whose rate it is; a number, not a schedule.
+        schedule: `schedule(epoch, rate)` gives the new rate.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: Callable[[int, float], float]) -> None:
+        _rate_of(optimizer)
+        if not callable(schedule):
+            raise TypeError(f"schedule is a {type(schedule).__name__}; it must be a function of the epoch and the rate")
+        self.optimizer, self.schedule = optimizer, schedule
+        self._begun: tuple[int, float] | None = None  # an epoch, and the rate before it
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._begun = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if self._begun is None or self._begun[0] != epoch:  # else it is gone on with
+            self._begun = epoch, _rate_of(self.optimizer)
+        self.optimizer.learning_rate = float(self.schedule(*self._begun))
+
+    def state(self) -> dict[str, Any]:
+        return {"begun": self._begun}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._begun = tuple(state["begun"]) if state["begun"] else None
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if logs is not None:
+            logs["learning_rate"] = _rate_of(self.optimizer)
+
+
+def _rate_of(optimizer: Optimizer) -> float:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"give the optimizer whose learning rate is to change, not a {type(optimizer).__name__}")
+    rate = optimizer.learning_rate
+    if isinstance(rate, LearningRateSchedule):
+        raise MisuseError(f"the learning rate of {optimizer.name!r} is a schedule: make the optimizer with a number")
+    return rate

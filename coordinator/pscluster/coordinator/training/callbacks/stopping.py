@@ -1,0 +1,145 @@
+"""Callbacks that end a training: it gets no better, or makes no sense any more."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from pscluster.coordinator.training.callbacks.base import Callback, Logs
+from pscluster.coordinator.training.callbacks.checkpoint import manager_of, saved_if_possible
+from pscluster.coordinator.training.callbacks.monitor import Mode, Monitor
+from pscluster.core.errors import CheckpointError
+from pscluster.ps.handles.variable import Variable
+
+logger = logging.getLogger(__name__)
+
+_LOOK_BYTES = 64 << 20
+
+
+class EarlyStopping(Callback):
+    """Ends the training when a number has not become better for so many epochs.
+
+    Args:
+        monitor: its name among the logs.
+        min_delta: less than that is no improvement.
+        patience: epochs without one; behind the first epoch it does not end.
+        mode: "min" or "max"; "auto": by the name.
+        baseline: to be better than the epochs before is not enough: it must be better than this, too.
+        restore_best_weights: at the end, restore the variables of the best epoch.
+        directory: for these, a place that all servers see; a folder `best` is made there.
+        start_from_epoch: before that nothing is stopped.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 0,
+        mode: Mode = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        directory: str | PathLike[str] | None = None,
+        start_from_epoch: int = 0,
+    ) -> None:
+        if restore_best_weights and directory is None:
+            raise ValueError("restore_best_weights needs directory=, which all servers see, to keep the best ones in")
+        self._monitor = Monitor(monitor, mode, min_delta)
+        self._baseline = None if baseline is None else Monitor(monitor, mode, min_delta, baseline)
+        self.patience = patience
+        self.directory = f"{os.fspath(directory or '').rstrip('/')}/best" if restore_best_weights else None
+        self.start_from_epoch = start_from_epoch
+        self.best_epoch: int | None = None
+        self._saved: str | None = None
+        self._wait = 0
+
+    @property
+    def best(self) -> float:
+        """The number, when it was best."""
+        return self._monitor.best
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._monitor.check(self)
+        self._monitor.reset()
+        self.best_epoch, self._saved, self._wait = None, None, 0
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        value = self._monitor.value(logs)
+        if value is None or epoch < self.start_from_epoch:
+            return
+        self._wait += 1
+        if self._monitor.improves(value) and self._can_come_back():
+            self._monitor.best, self.best_epoch = value, epoch
+            if self._baseline is None or self._baseline.improves(value):
+                self._wait = 0
+        if self._wait >= max(1, self.patience) and epoch > 0:
+            self.training.stop(
+                f"{self._monitor.name} has not become better than {self.best:.6g} for {self._wait} epochs"
+            )
+
+    def _can_come_back(self) -> bool:
+        """Keep the variables, if they are to be restored: without that there would be no way back to them."""
+        if self.directory is None:
+            return True
+        with manager_of(self, self.directory, 1) as manager:
+            saved = saved_if_possible(manager)
+        self._saved = saved or self._saved
+        return saved is not None
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        if self.directory is None or self._saved is None:
+            return
+        with manager_of(self, self.directory, 1) as manager:
+            try:
+                manager.restore(self._saved, progress=False)
+            except CheckpointError as error:
+                logger.error("the best variables are not restored, the last ones stay: %s", error)
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best, "best_epoch": self.best_epoch, "wait": self._wait, "saved": self._saved}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        if state["saved"] is not None and self.directory is not None:
+            with manager_of(self, self.directory, 1) as manager:
+                if state["saved"] not in manager.checkpoints:
+                    return  # a later one took its place, before what is gone on with now was lost
+        self._monitor.best, self.best_epoch = state["best"], state["best_epoch"]
+        self._wait, self._saved = state["wait"], state["saved"]
+
+
+class TerminateOnNaN(Callback):
+    """Ends the training when a number of a step is not finite, and says whose, and which variables are not."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        bad = [f"{name} is {value}" for name, value in (logs or {}).items() if not math.isfinite(value)]
+        if not bad or self.training.stop_training:
+            return
+        strategy = self.training.coordinator.strategy
+        found = [f"{variable.name!r} ({count:,} of its values)" for variable, count in _not_finite(strategy.variables)]
+        of = "" if self.training.execution is None else f", {self.training.execution}"
+        where = f"not finite are now the variables {', '.join(found)}" if found else "all variables are finite"
+        self.training.stop(
+            f"{', '.join(bad)} in step {batch + 1} of epoch {self.training.epoch + 1}{of}; {where}",
+            failed=True,
+        )
+
+
+def _not_finite(variables: Iterable[Variable]) -> Iterator[tuple[Variable, int]]:
+    """Variables, and how many of their values are not finite. Read some rows at a time: they may be larger than this
+    machine."""
+    for variable in variables:
+        if variable.dtype.kind not in "fc" and variable.dtype.name != "bfloat16":
+            continue
+        if not variable.shape:
+            count = int(not np.isfinite(variable.numpy()))
+        else:
+            rows = max(1, _LOOK_BYTES * variable.shape[0] // max(1, variable.nbytes))
+            starts = range(0, variable.shape[0], rows)
+            count = sum(int((~np.isfinite(variable[start : start + rows])).sum()) for start in starts)
+        if count:
+            yield variable, count
