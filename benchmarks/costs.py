@@ -604,8 +604,9 @@ def security(functions: int, moves: int, rounds: int) -> dict[str, dict[str, dic
 
 
 def transports(functions: int, moves: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """The same over Unix sockets, beside TCP on loopback."""
-    return _in_turns({kind: ({"transport": kind}, {}) for kind in ("tcp", "unix")}, functions, moves, rounds)
+    """The same over Unix sockets, and in mutual TLS, beside TCP on loopback."""
+    tcp, unix, tls = ({"transport": "tcp"}, {}), ({"transport": "unix"}, {}), ({"tls": True}, {})
+    return _in_turns({"tcp": tcp, "unix": unix, "mutual TLS": tls}, functions, moves, rounds)
 
 
 def _in_turns(

@@ -558,8 +558,8 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
         )
     if wanted("cost-transport"):
         bench.cost(
-            "functions, pulls and pushes, over Unix sockets and TCP",
-            "0.95 x of TCP",
+            "functions, pulls and pushes, over Unix sockets, TLS and TCP",
+            "Unix sockets 0.95 x of TCP",
             "transports",
             {"": {"functions": 1000 if quick else 3000, "moves": 200, "rounds": 3 if quick else 15}},
             lambda answers: by_kind(answers, "unix"),

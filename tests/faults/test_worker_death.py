@@ -19,6 +19,7 @@ from tests.waiting import until
 
 from pscluster.coordinator.api import RemoteValueStatus, Variable, experimental_get_current_worker_index
 from pscluster.core.errors import CancelledError, FunctionError
+from pscluster.core.role.server import DATA_PORT_VARIABLE
 
 
 @contextmanager
@@ -322,13 +323,14 @@ def test_a_frozen_worker() -> None:
         assert count.numpy().tolist() == [51] * 3
 
 
-@pytest.mark.parametrize("tls", [False, True])
-def test_freezes_leave_no_connections(tls: bool) -> None:
+@pytest.mark.parametrize(("tls", "data_port", "before"), [(False, "0", 2), (True, "off", 3)])
+def test_freezes_leave_no_connections(tls: bool, data_port: str, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen beyond its lease and thawed several times, a worker has as many connections afterwards as before."""
+    monkeypatch.setenv(DATA_PORT_VARIABLE, data_port)
     with running_job(worker_lease=1.0, tls=tls, transport="tcp") as job, no_collection():
         port = int(job.cluster.cluster_spec().task_address("worker", 0).rpartition(":")[2])
         pid = job.coordinator.schedule(os.getpid).fetch()
-        before = 3 if tls else 2  # of the attachment, of the lease, and where there is no data plane of the functions
+        # Of the attachment, of the lease, and where there is no data plane of the functions.
         until(lambda: connections_to(port) == before, "all are there", lambda: str(connections_to(port)))
         for _ in range(4):
             os.kill(pid, signal.SIGSTOP)

@@ -6,11 +6,12 @@ import asyncio
 import datetime
 import hashlib
 import shutil
+import socket
 import ssl
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -48,13 +49,17 @@ from pscluster.coordinator.local.local_cluster import child_environ
 from pscluster.coordinator.observability import timeline
 from pscluster.coordinator.scheduling import connections
 from pscluster.core.errors import ConfigurationError, NotPermittedError, UnavailableError
+from pscluster.core.ids import make_identity
 from pscluster.core.security import access
 from pscluster.core.security.certificates import make_certificates, renew_certificates
 from pscluster.core.security.tls import Tls, load_tls
-from pscluster.core.transport.channels import PeerAddress
+from pscluster.core.transport.channels import NODE_SERVICE, PeerAddress
 from pscluster.core.transport.frames import pack, unpack
+from pscluster.core.transport.grpc_streams import StreamEndedError
 from pscluster.core.transport.methods import Method, Stub, methods
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.tcp.client import DataPort, DataStream, Where
+from pscluster.core.transport.tcp.encryption import TlsConnection
+from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.spec import SERVICE as PS_SERVICE
@@ -117,6 +122,8 @@ class Guarded:
     certificates: Path
     strangers: dict[str, Path]
     channels: dict[tuple[str, str], grpc.Channel] = field(default_factory=dict)
+    data: dict[str, Where] = field(default_factory=dict)
+    """Where data goes, by role."""
 
     def channel(self, role: str, ours: Path) -> grpc.Channel:
         """To a role, one for each caller."""
@@ -147,6 +154,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         coordinator = roles.coordinator(IDLE, str(folder / "gate"))
         coordinator.wait_for("connected")
         found = Guarded({job: cluster[job][0] for job in SERVICES}, [ps, worker, coordinator], certificates, strangers)
+        for role in ("ps", "worker"):
+            stub = Stub(with_token(found.channel(role, certificates / "tool"), TOKEN), NODE_SERVICE)
+            reply = stub.hello(node_pb2.HelloRequest(identity=make_identity("tool", 0)), timeout=SECONDS)
+            found.data[role] = "127.0.0.1", reply.data_port
         yield found
         for channel in found.channels.values():
             channel.close()
@@ -177,6 +188,69 @@ def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
             assert error.code() == grpc.StatusCode.UNAUTHENTICATED, caller
 
 
+def data_stream(where: Where, folder: Path, path: str, token: str | None = TOKEN) -> DataStream | None:
+    """A call on a data plane by who has the certificate in the folder; None where there is no trust."""
+    port = DataPort("a role", token, Tls(folder))
+    port.is_at(where)
+    return port.open(path, ())
+
+
+def how_it_ended(stream: DataStream) -> StreamEndedError | None:
+    """A call with an empty message; None if it was answered."""
+    with closing(stream):
+        stream.send_parts((b"",), last=True)
+        try:
+            stream.receive()
+        except StreamEndedError as end:
+            return None if end.code() is grpc.StatusCode.OK else end
+        return None
+
+
+@pytest.mark.parametrize("role", ["ps", "worker"])
+def test_every_method_on_the_data_plane(role: str, guarded: Guarded) -> None:
+    """As over gRPC: a certificate opens the same, with the token; without it, or with another, nothing is open."""
+    where, service = guarded.data[role], SERVICES[role][1]
+    for method in methods(service):
+        name = method.path.rsplit("/", 1)[1]
+        for caller in access.ROLES:
+            stream = data_stream(where, guarded.certificates / caller, method.path)
+            assert stream is not None, caller
+            error = how_it_ended(stream)
+            if caller == "coordinator" or caller in OPEN_TO_OTHERS.get(name, ()):
+                refused = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+                assert error is None or error.code() not in refused, caller
+            else:
+                assert error is not None, caller
+                assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+                sentence = f"the caller's certificate is a {caller}'s, which does not open {method.path}"
+                assert error.details() == sentence + ": call with one of a role that may"
+    coordinator = guarded.certificates / "coordinator"
+    assert data_stream(where, coordinator, method.path, TOKEN[::-1]) is None
+    stream = data_stream(where, coordinator, method.path, None)
+    assert stream is not None
+    error = how_it_ended(stream)
+    assert error is not None
+    assert "this cluster asks for a token" in error.details()
+
+
+@pytest.mark.parametrize("role", ["ps", "worker"])
+def test_strangers_on_the_data_plane(role: str, guarded: Guarded) -> None:
+    """Whoever gets nowhere over gRPC gets nowhere there, and is told so by TLS, before the token; nor in plain text."""
+    for what, ours in guarded.strangers.items():
+        context = ssl.create_default_context(cafile=str(guarded.certificates / "ca.crt"))
+        if (ours / "tls.crt").exists():
+            context.load_cert_chain(ours / "tls.crt", ours / "tls.key")
+        with (
+            socket.create_connection(cast("tuple[str, int]", guarded.data[role]), SECONDS) as plain,
+            pytest.raises(ssl.SSLError, match=r"alert|ALERT"),
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as stranger,
+        ):
+            raise AssertionError(f"{what}: {stranger.recv(1)!r} came")
+    port = DataPort("a role", TOKEN)
+    port.is_at(guarded.data[role])
+    assert port.open("/x", ()) is None
+
+
 @pytest.mark.parametrize(("role", "method"), ALL_METHODS)
 def test_what_is_refused_is_not_read(role: str, method: Method, guarded: Guarded) -> None:
     """A certificate that does not open the method is told so before a message has come: no thread waits for one."""
@@ -199,7 +273,7 @@ def test_a_request_that_does_not_come(tmp_path: Path) -> None:
     """It is waited for as long as is said, and no longer: a server with one thread answers the next call."""
     make_certificates(tmp_path / "certificates")
     tool, over = tmp_path / "certificates" / "tool", Event()
-    interceptor = access.RoleInterceptor(Patience(0.3))
+    interceptor = access.RoleInterceptor(StallWatchdog(0.3))
     with (
         serving(tmp_path / "certificates" / "ps", interceptors=[interceptor]) as address,
         channel_of(address, tool) as channel,
@@ -743,6 +817,12 @@ def test_a_local_cluster_that_others_reach() -> None:
                 coordinator.schedule(step)
             coordinator.join()
             assert np.unique(table.numpy()).tolist() == [12.0]
+            server = strategy.client._servers[0]
+            server.give_back(session := server.take_session())
+            links = coordinator._dispatcher._workers
+            until(lambda: all(link.connection and link.connection._stream for link in links), "all are connected")
+            streams = [session._stream, *(link.connection._stream for link in links if link.connection)]
+            assert {type(cast(DataStream, stream)._connection) for stream in streams} == {TlsConnection}
     assert not folder.exists()
 
 

@@ -97,7 +97,7 @@ class Stream:
             self._one.release()
 
     def take_past(self, message: bytes) -> bool:
-        """As `DataContext.send`."""
+        """As `ServerCall.sender`."""
         self.sent_past += 1
         self._take(worker_pb2.StepsReply.FromString(message))
         return True

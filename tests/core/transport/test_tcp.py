@@ -24,15 +24,17 @@ from pscluster.core.errors import KIND_METADATA
 from pscluster.core.ids import make_identity
 from pscluster.core.limits import MAX_CALL_BYTES, MAX_MESSAGE_BYTES
 from pscluster.core.security.authenticator import Authenticator
+from pscluster.core.security.certificates import make_certificates
 from pscluster.core.security.handshake import Secret, SessionTable, make_request
+from pscluster.core.security.tls import Tls
 from pscluster.core.security.tokens import Token
 from pscluster.core.transport import unix_sockets
 from pscluster.core.transport.grpc_streams import StreamEndedError
 from pscluster.core.transport.tcp import client as client_module
-from pscluster.core.transport.tcp import packets as connection_module
 from pscluster.core.transport.tcp import server as server_module
 from pscluster.core.transport.tcp.client import DataPort, DataStream, PromptStream, Where
 from pscluster.core.transport.tcp.context import DataContext
+from pscluster.core.transport.tcp.encryption import TlsConnection
 from pscluster.core.transport.tcp.packets import (
     _LOOPBACK_CONGESTION,
     _LOOPBACK_SEND_BYTES,
@@ -116,7 +118,18 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(params=["tcp", "unix"])
+PLAIN = pytest.mark.parametrize("server", ["tcp", "unix"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all roles."""
+    folder = tmp_path_factory.mktemp("tls") / "certificates"
+    make_certificates(folder)
+    return folder
+
+
+@pytest.fixture(params=["tcp", "unix", "tls"])
 def server(
     request: pytest.FixtureRequest, service: Service, authenticator: Authenticator, short_folder: Path
 ) -> Iterator[DataServer]:
@@ -129,9 +142,10 @@ def server(
     }
     generic: Any = grpc.method_handlers_generic_handler("test", handlers)
     listener = (
-        listen("127.0.0.1", 0) if request.param == "tcp" else unix_sockets.listen(str(short_folder / "ps-0.data"))
+        unix_sockets.listen(str(short_folder / "ps-0.data")) if request.param == "unix" else listen("127.0.0.1", 0)
     )
-    running = DataServer(listener, [generic], [], authenticator)
+    tls = Tls(request.getfixturevalue("certificates") / "ps") if request.param == "tls" else None
+    running = DataServer(listener, [generic], [], authenticator, tls=tls)
     running.start()
     yield running
     service.ended.set()
@@ -144,11 +158,22 @@ def where(server: DataServer) -> Where:
     return found
 
 
+def tls_for(server: DataServer) -> Tls | None:
+    """A worker's, if the server wants to see one."""
+    return None if server._tls is None else Tls(server._tls.folder.parent / "worker")
+
+
+def port_of(server: DataServer, token: str | None = TOKEN) -> DataPort:
+    """A client's."""
+    made = DataPort("ps 0", token, tls_for(server))
+    made.is_at(where(server))
+    return made
+
+
 @pytest.fixture
 def port(server: DataServer) -> Iterator[DataPort]:
-    """A client's."""
-    made = DataPort("ps 0", TOKEN)
-    made.is_at(where(server))
+    """Of a client with the token."""
+    made = port_of(server)
     yield made
     made.drop()
 
@@ -188,6 +213,21 @@ def connected(server: DataServer) -> socket.socket:
     made.settimeout(PATIENCE)
     made.connect(at)
     return made
+
+
+def packets_over(plain: socket.socket, server: DataServer) -> Connection:
+    """The connection, in TLS if the server wants it so."""
+    if (tls := tls_for(server)) is None:
+        return Connection(plain)
+    found = TlsConnection(plain, tls, "127.0.0.1")
+    client_module._secure(found)
+    return found
+
+
+def send_raw(connection: Connection, data: bytes) -> None:
+    """Send what need not be packets."""
+    encrypted = connection._encrypted([data]) if isinstance(connection, TlsConnection) else data
+    connection._socket.sendall(encrypted)
 
 
 def is_closed(plain: socket.socket) -> bool:
@@ -285,8 +325,7 @@ def test_a_call_that_ends_before_the_client_does_takes_its_connection_along(port
 @pytest.mark.parametrize("method", ["Echo", "CountDown", "Total", "Same"])
 def test_without_the_token(server: DataServer, method: str) -> None:
     """A call that nothing goes before is refused, with a sentence, and its connection closed."""
-    port = DataPort("ps 0")
-    port.is_at(where(server))
+    port = port_of(server, None)
     stream = open_stream(port, method)
     stream.send(b"3")
     answers, end = rest_of(stream)
@@ -299,14 +338,14 @@ def test_without_the_token(server: DataServer, method: str) -> None:
 
 def test_another_token(server: DataServer, caplog: pytest.LogCaptureFixture) -> None:
     """The client learns it from the handshake, and has the call go another way."""
-    port = DataPort("ps 0", TOKEN[::-1])
-    port.is_at(where(server))
+    port = port_of(server, TOKEN[::-1])
     with caplog.at_level(logging.INFO, client_module.__name__):
         assert port.open("/test/Echo", METADATA) is None
     assert "this cluster asks for a token" in caplog.text
     assert not port.usable()
 
 
+@PLAIN
 def test_a_thief_on_the_port(server: DataServer, port: DataPort) -> None:
     """Who listens there without the token gets a handshake, which is good for nothing, and not a byte of the call."""
     for answer in (b"", _packet(Kind.HANDSHAKE), _packet(Kind.MESSAGE, b"x"), _of_another_role()):
@@ -334,6 +373,7 @@ def test_a_thief_on_the_port(server: DataServer, port: DataPort) -> None:
     assert called(port, "Same", b"x")[0] == [b"x"]
 
 
+@PLAIN
 def test_what_was_recorded_of_a_connection_opens_none(server: DataServer) -> None:
     """Neither while it is open nor later: a session is one connection's."""
     with connected(server) as friend:
@@ -370,6 +410,7 @@ def _of_another_role() -> bytes:
     return _packet(Kind.HANDSHAKE, SessionTable("ps", 0, 1).open([secret], request, 0.0).reply.SerializeToString())
 
 
+@PLAIN
 def test_a_token_that_is_accepted_no_more(port: DataPort, tmp_path: Path, service: Service) -> None:
     """Ends the connections of who has proved to know it, in the midst of a call."""
     file = tmp_path / "token"
@@ -415,8 +456,7 @@ def test_who_goes_is_no_error(server: DataServer, port: DataPort, caplog: pytest
 
     def amid_a_message(stream: DataStream) -> None:
         stream.send(b"one")
-        connection = stream._connection
-        connection._socket.sendall(connection_module._HEAD.pack(9999, Kind.MESSAGE, connection_module._MARK, 0) + b"x")
+        send_raw(stream._connection, _packet(Kind.MESSAGE, b"x", size=9999))
 
     def between_two(stream: DataStream) -> None:
         stream.send(b"one")
@@ -578,8 +618,9 @@ def test_garbage(server: DataServer, port: DataPort, garbage: bytes) -> None:
 def test_garbage_of_a_friend(server: DataServer, port: DataPort, garbage: bytes) -> None:
     """Somebody who has the token, and whose packets make no sense, loses the connection, too."""
     with connected(server) as plain:
-        DataPort._shake_hands(Connection(plain), Secret.of(TOKEN), where(server))
-        plain.sendall(garbage)
+        friend = packets_over(plain, server)
+        DataPort._shake_hands(friend, Secret.of(TOKEN), where(server))
+        send_raw(friend, garbage)
         if garbage.endswith(b"cut short"):
             plain.shutdown(socket.SHUT_WR)
         assert is_closed(plain)

@@ -52,6 +52,7 @@ from grpc_health.v1 import health_pb2
 from pscluster.core import fault_points
 from pscluster.core.errors import ConfigurationError, UnavailableError
 from pscluster.core.fault_points import POINTS
+from pscluster.core.transport.server_call import server_call
 from pscluster.core.transport.tcp.server import DataServer
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
 
@@ -440,7 +441,7 @@ class _Messages:
 
     def serve(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         """The handler, behind the fault."""
-        if (send := getattr(context, "send", None)) is not None:
+        if (send := server_call(context).sender()) is not None:
             past: Any = context
             past.send = lambda message: not (self._broken or self._losing or self._dropping) and send(message)
         try:

@@ -19,7 +19,7 @@ from pscluster.core.errors import PSUnavailableError, UnavailableError, from_rpc
 from pscluster.core.transport.channels import SERVER_OPTIONS
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.core.transport.methods import Stub, generic_handler
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server.admission import Budget
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
@@ -114,7 +114,7 @@ def test_who_stands_still_makes_room() -> None:
     """A push whose frames do not come, and a pull whose frames are not taken, lose their memory; others go on."""
     role, size, over = ParameterServerRole(0), 8 << 20, threading.Event()
     role.job_began(node_pb2.AttachRequest(job=JOB))
-    service = ParameterServerService(role, 1 << 20, Patience(0.3))
+    service = ParameterServerService(role, 1 << 20, StallWatchdog(0.3))
     spec = ps_pb2.VariableSpec(id=1, name="w", dtype="uint8", shape=[size], splits=[ps_pb2.AxisSplit(ends=[size])])
     spec.owners.append(0)
     create = ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec), total_bytes=size)

@@ -61,7 +61,7 @@ _REPLY_BYTES = 4 << 20  # outcomes are put into one message up to about this siz
 Outcome = worker_pb2.Outcome
 
 Send = Callable[[bytes], bool]
-"""Sends a message; False if it could not. See `DataContext.send`."""
+"""Sends a message; False if it could not. See `ServerCall.sender`."""
 
 
 class Runner:

@@ -23,6 +23,7 @@ from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.role.node import Role
 from pscluster.core.transport.frames import Assembler, pack, pieces, unpack
+from pscluster.core.transport.server_call import server_call
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.function_metrics import WorkerCounts
@@ -204,8 +205,8 @@ class WorkerService:
         while not self._role.wait_turn(_TURN_SECONDS):
             if not context.is_active():
                 return
-        send = getattr(context, "send", None)  # the data plane's has one
-        threading.Thread(target=runner.run, args=(requests, send), name="functions", daemon=True).start()
+        arguments = requests, server_call(context).sender()
+        threading.Thread(target=runner.run, args=arguments, name="functions", daemon=True).start()
         yield worker_pb2.StepsReply()  # the stream is up
         yield from runner.outcomes()
 

@@ -630,7 +630,7 @@ class LocalCluster(ClusterResolver, StaysHere):
                 addresses.setdefault(role, []).append(address_of(folder.path / f"{role}-{index}"))
         else:
             host = f"[{self._host}]" if ":" in self._host else self._host
-            has_data = self._env[DATA_PORT_VARIABLE] != "off" and not self._wants_tls
+            has_data = self._env[DATA_PORT_VARIABLE] != "off"
             for role, index in tasks:
                 mine = self._reserved.setdefault((role, index), [])
                 for _ in range(2 if has_data and role != "chief" else 1):

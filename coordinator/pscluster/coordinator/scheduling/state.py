@@ -47,7 +47,7 @@ class WorkerHandle:
     data: DataPort = field(init=False)
 
     def __post_init__(self) -> None:
-        self.data = DataPort(str(self.peer), self.peer.token)
+        self.data = DataPort(str(self.peer), self.peer.token, self.peer.tls)
 
 
 class DispatchState:

@@ -79,7 +79,7 @@ class WorkerConnection:
         """
         self.peer = peer
         self._take = take
-        self._data = data or DataPort(str(peer), peer.token)
+        self._data = data or DataPort(str(peer), peer.token, peer.tls)
         self._channel = open_aio_channel(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
         self._worker = Stub(self._channel, WORKER_SERVICE)

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from pscluster.core.security.access import of_the_first
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.watchdog import StallWatchdog
 
 PATH = "/grpc.health.v1.Health/Check"
 
@@ -34,14 +34,14 @@ class OpenHealth:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[grpc.ServicerContext, str] = {}  # each call's connection; the longest first
-        self._patience = Patience(_SECONDS)
+        self._watchdog = StallWatchdog(_SECONDS)
 
     def handler(self, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
         """Of the health service's own, or of what already looks at certificates before it (`RoleInterceptor`)."""
-        check = handler.stream_unary or of_the_first(handler.unary_unary, PATH, self._patience)
+        check = handler.stream_unary or of_the_first(handler.unary_unary, PATH, self._watchdog)
 
         def call(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
-            with self._place(context), self._patience.with_call(context):
+            with self._place(context), self._watchdog.with_call(context):
                 return check(requests, context)
 
         made: grpc.RpcMethodHandler[Any, Any] = grpc.stream_unary_rpc_method_handler(

@@ -491,7 +491,7 @@ class RoleServer:
             self._metrics = serve_metrics(telemetry, options)
             self.node.metrics_address = self._metrics.address if self._metrics is not None else ""
         self._data: DataServer | None = None
-        if services and options.data_port is not None and options.tls is None and supported():
+        if services and options.data_port is not None and supported():
             self._data = self._serve_data(
                 address,
                 options,
@@ -528,6 +528,7 @@ class RoleServer:
             authenticator,
             admission=admission,
             message_bytes=message_bytes,
+            tls=options.tls,
             refused=refused,
         )
         server.start()

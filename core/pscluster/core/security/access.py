@@ -20,7 +20,7 @@ from pscluster.core.security.revocation import why_refused
 from pscluster.core.security.tls import Tls
 from pscluster.core.security.tokens import LOOK_SECONDS
 from pscluster.core.transport.methods import abort
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.watchdog import StallWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class RoleInterceptor(grpc.ServerInterceptor):
     With `tls`, certificates that were revoked open nothing, and calls that are open end once theirs is.
     """
 
-    def __init__(self, patience: Patience | None = None, tls: Tls | None = None) -> None:
-        self._patience = patience or Patience(REQUEST_SECONDS)
+    def __init__(self, watchdog: StallWatchdog | None = None, tls: Tls | None = None) -> None:
+        self._watchdog = watchdog or StallWatchdog(REQUEST_SECONDS)
         self._tls = tls
         self._lock = threading.Lock()
         self._open: dict[grpc.ServicerContext, bytes] = {}  # and the caller's certificate
@@ -152,7 +152,7 @@ class RoleInterceptor(grpc.ServerInterceptor):
         shape = {False: "unary", True: "stream"}
         behaviour = getattr(handler, f"{shape[handler.request_streaming]}_{shape[handler.response_streaming]}")
         if not handler.request_streaming:
-            behaviour = of_the_first(behaviour, details.method, self._patience)
+            behaviour = of_the_first(behaviour, details.method, self._watchdog)
         make = getattr(grpc, f"stream_{shape[handler.response_streaming]}_rpc_method_handler")
         guarded: grpc.RpcMethodHandler[Any, Any] = make(
             self._guarded(behaviour, details.method),
@@ -176,12 +176,12 @@ class RoleInterceptor(grpc.ServerInterceptor):
         return call
 
 
-def of_the_first(behaviour: Callable[..., Any], path: str, patience: Patience) -> Callable[..., Any]:
+def of_the_first(behaviour: Callable[..., Any], path: str, watchdog: StallWatchdog) -> Callable[..., Any]:
     """The behaviour of a method that takes one request, for a stream of them."""
 
     @functools.wraps(behaviour)
     def call(requests: Iterator[Any], context: grpc.ServicerContext, *rest: Any) -> Any:
-        with patience.with_call(context):
+        with watchdog.with_call(context):
             request = next(requests, None)
         if request is None:
             abort(context, ProtocolError(f"a call to {path} without a request"))

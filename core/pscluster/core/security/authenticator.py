@@ -25,7 +25,7 @@ from pscluster.core.security.access import of_the_first
 from pscluster.core.security.handshake import CallHeader, Secret, ServerSession, SessionTable
 from pscluster.core.security.tokens import LOOK_SECONDS, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Token
 from pscluster.core.transport.methods import abort
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.v1 import authentication_pb2, node_pb2
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
         self._authenticator = authenticator
         self._tell_refused = refused
         self._open_health = open_health
-        self._patience = Patience(REQUEST_SECONDS)
+        self._watchdog = StallWatchdog(REQUEST_SECONDS)
         self._refused = _refusing((), refused)
         self._unknown = _refusing(
             ((SESSION_METADATA, UNKNOWN_SESSION),), functools.partial(refused, unknown_session=True)
@@ -210,7 +210,7 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
         handler = continuation(details)
         if session is not None and header is not None:
             proof = session.keys.answer_proof(details.method, header.counter)
-            return _proving(handler or _MISSING, details.method, proof, session, self._authenticator, self._patience)
+            return _proving(handler or _MISSING, details.method, proof, session, self._authenticator, self._watchdog)
         if is_large:
             return self._large
         if header is not None and not self._authenticator.knows(header):
@@ -314,7 +314,7 @@ def _proving(
     proof: str,
     session: ServerSession,
     authenticator: Authenticator,
-    patience: Patience,
+    watchdog: StallWatchdog,
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """The handler, which proves that the server knows the token before it reads the request.
 
@@ -323,7 +323,7 @@ def _proving(
     word = {False: "unary", True: "stream"}
     behaviour = getattr(handler, f"{word[handler.request_streaming]}_{word[handler.response_streaming]}")
     if not handler.request_streaming:
-        behaviour = of_the_first(behaviour, path, patience)
+        behaviour = of_the_first(behaviour, path, watchdog)
 
     def begin(context: grpc.ServicerContext) -> None:
         if not authenticator.enter(session, context):

@@ -44,14 +44,14 @@ from pscluster.core.transport.grpc_streams import (
     StreamEndedError,
     open_raw_stream,
 )
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.v1 import authentication_pb2
 
 HANDSHAKE_SECONDS = 30.0
 OPEN_SECONDS = 60.0
 """How long a server may take to prove itself: one whose user's code holds Python's lock for long is not dead."""
 
-_patience = Patience(OPEN_SECONDS)
+_watchdog = StallWatchdog(OPEN_SECONDS)
 _opening = threading.local()
 
 
@@ -243,7 +243,7 @@ class AuthenticatedChannel(grpc.Channel):
             if (tell := getattr(_opening, "tell", None)) is not None:
                 tell(call)
             try:
-                with _patience.with_call(opening):
+                with _watchdog.with_call(opening):
                     initial = call.initial_metadata()
                     proof = proof_of(initial)
                     if proof is not None and hmac.compare_digest(proof.encode(), expected.encode()):

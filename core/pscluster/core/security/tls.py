@@ -15,6 +15,7 @@ before stay.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -22,7 +23,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class Tls:
         self._lock = threading.Lock()
         self._stamps = _stamps(folder)
         self._files = _read(folder)
+        self._contexts: dict[bool, tuple[_Files, ssl.SSLContext]] = {}
         self._next_look = time.monotonic() + LOOK_SECONDS
 
     @property
@@ -140,6 +142,21 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(), fetcher, require_client_authentication=self.is_mutual
         )
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """For a connection that is about to be made, as gRPC's credentials are: a new one for renewed files.
+
+        Of TLS 1.3 alone, and without session tickets: who connects shows its certificate.
+
+        Raises:
+            OSError: OpenSSL does not take what gRPC takes, such as a key that is too short.
+        """
+        self.look_again()
+        with self._lock:
+            files, known = self._files, self._contexts.get(server)
+            if known is None or known[0] is not files:
+                known = self._contexts[server] = files, _context(files, server=server, asks=server and self.is_mutual)
+            return known[1]
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         files = self._files
@@ -305,6 +322,34 @@ def check_no_tls(address: str, tls: Tls | None) -> None:
             f"certificates are for TCP, but {address} is a Unix socket, which its folder guards: leave out --tls and "
             f"{TLS_VARIABLE}, or give the task an address HOST:PORT"
         )
+
+
+def _context(files: _Files, *, server: bool, asks: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC does: who is in ca.crt is believed
+    if server:
+        context.num_tickets = 0
+    if files.certificate is not None and files.key is not None:
+        with _in_memory(files.certificate + b"\n" + files.key) as path:
+            context.load_cert_chain(path, password=str)
+    if asks:
+        context.verify_mode = ssl.CERT_REQUIRED
+    if asks or not server:
+        if files.authorities is None:
+            context.load_default_certs()
+        else:
+            context.load_verify_locations(cadata=files.authorities.decode("ascii", "ignore"))
+    return context
+
+
+@contextlib.contextmanager
+def _in_memory(data: bytes) -> Iterator[str]:
+    """A path at which OpenSSL finds the very bytes that were checked: a key is copied to no disk."""
+    with open(os.memfd_create("tls"), "wb") as file:
+        file.write(data)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def _connected(address: str) -> socket.socket:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import grpc
 
 from pscluster.core.security.access import REQUEST_SECONDS, of_the_first
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.watchdog import StallWatchdog
 
 
 class Call(Protocol):
@@ -117,7 +117,7 @@ class AdmissionInterceptor(grpc.ServerInterceptor):
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._patience = Patience(REQUEST_SECONDS)
+        self._watchdog = StallWatchdog(REQUEST_SECONDS)
 
     def intercept_service(
         self,
@@ -133,7 +133,7 @@ class AdmissionInterceptor(grpc.ServerInterceptor):
         make = getattr(grpc, f"stream_{shape[handler.response_streaming]}_rpc_method_handler")
         counted: grpc.RpcMethodHandler[Any, Any] = make(
             self._counted(
-                behaviour if handler.request_streaming else of_the_first(behaviour, details.method, self._patience)
+                behaviour if handler.request_streaming else of_the_first(behaviour, details.method, self._watchdog)
             ),
             handler.request_deserializer,
             handler.response_serializer,

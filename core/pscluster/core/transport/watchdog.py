@@ -1,7 +1,7 @@
-"""Ends calls that hold something and do not go on.
+"""Cancel calls that hold something and make no progress.
 
 A call that waits for its peer, for the next message or for room to send, waits as long as the connection lasts, and a
-peer that is alive and does nothing keeps that for ever. Time is counted in looks, not by the clock: a process that was
+peer that is alive and does nothing keeps that for ever. Time is counted in checks, not by the clock: a process that was
 stopped itself has not been waiting.
 """
 
@@ -16,7 +16,7 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-LOOKS = 30
+CHECKS = 30
 
 
 class Call(Protocol):
@@ -29,41 +29,40 @@ class Call(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """A call, and in how many looks it has not gone on."""
+    """A call, and for how many checks it has made no progress."""
 
     call: Call
-    looks: int = 0
+    checks: int = 0
 
 
-class Patience:
-    """With calls that may stand still for so many seconds.
+class StallWatchdog:
+    """Cancel calls that make no progress for so many seconds.
 
     Args:
-        seconds: a call is ended after as many, or a little more.
+        seconds: a call is cancelled after as many, or a little more.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._between = seconds / LOOKS
+        self._between = seconds / CHECKS
         self._lock = threading.Lock()
         self._watched: set[_Watched] = set()
         self._watching = False
 
     @contextmanager
     def with_call(self, call: Call) -> Iterator[Callable[[], None]]:
-        """Watch a call for the block, which is given what to call whenever the call goes on."""
-
+        """Watch a call for the block, which is given what to call whenever the call makes progress."""
         watched = _Watched(call)
 
-        def goes_on() -> None:
-            watched.looks = 0
+        def progress() -> None:
+            watched.checks = 0
 
         with self._lock:
             self._watched.add(watched)
             if not self._watching:
                 self._watching = True
-                threading.Thread(target=self._watch, name="patience", daemon=True).start()
+                threading.Thread(target=self._watch, name="stall-watchdog", daemon=True).start()
         try:
-            yield goes_on
+            yield progress
         finally:
             with self._lock:
                 self._watched.remove(watched)
@@ -78,8 +77,8 @@ class Patience:
                     self._watching = False
                     return
                 for watched in self._watched:
-                    watched.looks += 1
-                late = [watched for watched in self._watched if watched.looks == LOOKS + 1]
+                    watched.checks += 1
+                late = [watched for watched in self._watched if watched.checks == CHECKS + 1]
             for watched in late:
-                logger.warning("a call was ended: nothing came of it for %g s", self._between * LOOKS)
+                logger.warning("cancelled a call that made no progress for %g s", self._between * CHECKS)
                 watched.call.cancel()

@@ -142,7 +142,7 @@ class Server:
         self._identity = identity
         self._idle: list[Session] = []
         self._lock = threading.Lock()
-        self._data = DataPort(str(peer), peer.token)
+        self._data = DataPort(str(peer), peer.token, peer.tls)
         self._greeted = self._closed = False
         self._retired: Sequence[grpc.Channel] = ()  # with the certificate before this one
         self._open()

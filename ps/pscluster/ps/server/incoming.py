@@ -11,7 +11,7 @@ import grpc
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.transport.frames import Assembler, unpack
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.v1 import ps_pb2
 
 LARGE_HEADER_BYTES = 64 << 10
@@ -24,11 +24,11 @@ class Incoming:
     """What receives requests of more than one frame.
 
     Args:
-        patience: for frames that do not come.
+        watchdog: for frames that do not come.
     """
 
-    def __init__(self, patience: Patience) -> None:
-        self.patience = patience
+    def __init__(self, watchdog: StallWatchdog) -> None:
+        self.watchdog = watchdog
         self._large = threading.Lock()
 
     def turn(self, data: bytes, payload: memoryview) -> AbstractContextManager[object]:
@@ -37,7 +37,7 @@ class Incoming:
 
     def assemble(self, assembler: Assembler, frames: Iterator[bytes], context: grpc.ServicerContext) -> None:
         """Take the rest of a request's frames. ProtocolError if they end too early."""
-        with self.patience.with_call(context) as goes_on:
+        with self.watchdog.with_call(context) as progress:
             while not assembler.complete:
                 data = next(frames, None)
                 if data is None:
@@ -45,4 +45,4 @@ class Incoming:
                 request, payload = unpack(data, ps_pb2.Request)
                 assembler.add(request, payload)
                 if len(payload):
-                    goes_on()
+                    progress()

@@ -26,7 +26,8 @@ from pscluster.core.transport.frames import (
     pieces,
     unpack,
 )
-from pscluster.core.transport.watchdog import Patience
+from pscluster.core.transport.server_call import server_call
+from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server import reads
 from pscluster.ps.server.admission import DEFAULT_MIB, Budget, memory_of_read
 from pscluster.ps.server.incoming import Incoming
@@ -97,22 +98,22 @@ class ParameterServerService:
     """See ps.proto for what each method promises."""
 
     def __init__(
-        self, role: ParameterServerRole, in_flight_bytes: int = DEFAULT_MIB << 20, patience: Patience | None = None
+        self, role: ParameterServerRole, in_flight_bytes: int = DEFAULT_MIB << 20, watchdog: StallWatchdog | None = None
     ) -> None:
         self._role = role
-        self._patience = patience or Patience(STILL_SECONDS)
+        self._watchdog = watchdog or StallWatchdog(STILL_SECONDS)
         self._counts = role.counts
         self.budget = Budget(in_flight_bytes)
         self.admission = Admission(lambda: _COMING_BYTES + self.budget.left, MESSAGE_BYTES)
         self.budget.on_taken = self.admission.shrink
-        self._incoming = Incoming(self._patience)
+        self._incoming = Incoming(self._watchdog)
         self.writes = WritePath(role, self.budget, self._incoming, self.restore)
         # It may be started again: whoever is refused tries again.
         self.drain = Drain(lambda: UnavailableError(f"ps {role.store.index} is stopping"))
 
     def session(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         """Small requests, answered in order: with bytes, on the data plane in parts. A refused one does not end it."""
-        name, counts, takes_parts = _name_of(context), self._counts, getattr(context, "takes_parts", False)
+        name, counts, reply = _name_of(context), self._counts, server_call(context).reply
         for nth, data in enumerate(requests, 1):
             begin = time.monotonic()
             what, parts = self._reply(data, requests, context)
@@ -127,7 +128,7 @@ class ParameterServerService:
                 counts.pushed_bytes += nbytes
             if name and what:
                 counts.recording.served.append(Served(name, nth, what, begin, end))
-            yield parts if takes_parts else b"".join(parts)
+            yield reply(parts)
             reach("ps.answer.after")
 
     def _reply(self, data: bytes, more: Iterator[bytes], context: grpc.ServicerContext) -> tuple[str, list[Buffer]]:
@@ -209,12 +210,12 @@ class ParameterServerService:
 
     def pull(self, data: bytes, context: grpc.ServicerContext) -> Iterator[Any]:
         """A read in frames: of bytes, or on the data plane of parts, which are sent before they may change."""
-        begin, nbytes, takes_parts = time.monotonic(), 0, getattr(context, "takes_parts", False)
+        begin, nbytes, call = time.monotonic(), 0, server_call(context)
         with self.drain:
-            for frame in self._frames_of(data, context, takes_parts):
+            for frame in self._frames_of(data, context, call.takes_parts):
                 nbytes += sum(map(len, frame))
-                with self._patience.with_call(context):  # until the next is asked for
-                    yield frame if takes_parts else b"".join(frame)
+                with self._watchdog.with_call(context):  # until the next is asked for
+                    yield call.reply(frame)
         self._counted("pull", begin, nbytes, context)
 
     def _frames_of(self, data: bytes, context: grpc.ServicerContext, live: bool) -> Iterator[list[Buffer]]:

@@ -24,7 +24,7 @@ from pscluster.core.functions.definitions import UnresolvedReference
 from pscluster.core.limits import MAX_CONTROL_BYTES, MAX_PICKLE_BYTES
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.frames import Assembler, pack, unpack
-from pscluster.core.transport.tcp.context import DataContext
+from pscluster.core.transport.server_call import server_call
 from pscluster.ps.server import creation, updates
 from pscluster.ps.server.admission import Budget, check_amount
 from pscluster.ps.server.array_pool import ArrayPool
@@ -100,7 +100,7 @@ class WritePath:
             raise ProtocolError("a Push is an update, a creation or a request to restore")
         if self._may_stage(first.total_bytes, changes):
             with self._budget.taken(first.total_bytes, context):
-                _has_room(context)
+                server_call(context).has_taken_memory()
                 # By a function of its own, of which nothing is left when others get the memory.
                 update, left = self._update_staged(store, first, payload, changes, frames, context)
                 self.pool.keep(left)
@@ -110,7 +110,7 @@ class WritePath:
         assembler.add(first, payload)
         del data, payload
         with self._budget.taken(first.total_bytes, context):
-            _has_room(context)
+            server_call(context).has_taken_memory()
             self._make_room()
             self._incoming.assemble(assembler, frames, context)
             if next(frames, None) is not None:
@@ -162,15 +162,14 @@ class WritePath:
         staging = Staging({change.values_at: array for change, array in zip(changes, arrays, strict=True)})
         landing = staging.landing
         landing.put(first, payload)
-        if isinstance(context, DataContext):
-            context.place = landing.take
+        server_call(context).receive_into(landing.take)
         before = landing.missing
-        with self._incoming.patience.with_call(context) as goes_on:
+        with self._incoming.watchdog.with_call(context) as progress:
             for data in frames:
                 if data:  # else it is where it belongs
                     landing.take(data, len(data))
                 if landing.missing < before:
-                    goes_on()
+                    progress()
                 before = landing.missing
         if not landing.complete:
             raise ProtocolError(CUT_OFF)
@@ -224,12 +223,6 @@ def write(
         reply = updates.apply(store, request, changes, payload, applied)
     reach("ps.acknowledge.before")
     return reply
-
-
-def _has_room(context: grpc.ServicerContext) -> None:
-    """The call has its memory for all that it brings."""
-    if isinstance(context, DataContext):
-        context.has_room = True
 
 
 def _check_create(store: Store, request: ps_pb2.Request, context: grpc.ServicerContext) -> None:

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -17,9 +18,11 @@ from google.protobuf.message import DecodeError
 from pscluster.core.cluster.spec import split_address
 from pscluster.core.errors import ProtocolError, UnavailableError
 from pscluster.core.security.handshake import UNPROVEN, Secret, accept_reply, make_request
+from pscluster.core.security.tls import Tls
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import Buffer
 from pscluster.core.transport.grpc_streams import CODES, Metadata, StreamEndedError
+from pscluster.core.transport.tcp.encryption import TlsConnection
 from pscluster.core.transport.tcp.packets import (
     ClosedError,
     Connection,
@@ -27,7 +30,6 @@ from pscluster.core.transport.tcp.packets import (
     Packet,
     Place,
     StrangerError,
-    as_buffers,
     supported,
     tuned,
 )
@@ -179,7 +181,7 @@ class PromptStream(DataStream):
     ) -> None:
         super().__init__(connection, path, metadata, on_useless, on_broken)
         self._lock = threading.Lock()
-        self._backlog: deque[bytes] = deque()
+        self._backlog: deque[list[Packet]] = deque()
         self._sender: threading.Thread | None = None  # while there is a backlog
         self._closed = False
 
@@ -188,24 +190,23 @@ class PromptStream(DataStream):
             if self._closed:
                 return
             if self._sender is not None:
-                self._backlog.append(b"".join(as_buffers(packets)))
+                self._backlog.append([(kind, (b"".join(body),)) for kind, body in packets])
             elif left := self._connection.start_to_send(*packets):
-                self._backlog.append(left)
-                self._sender = threading.Thread(target=self._send_backlog, name="data-send", daemon=True)
+                self._sender = threading.Thread(target=self._send_rest, args=(left,), name="data-send", daemon=True)
                 self._sender.start()
 
-    def _send_backlog(self) -> None:
-        while True:
-            with self._lock:
-                if not self._backlog:
-                    self._sender = None
-                    return
-                data = self._backlog.popleft()
-            try:
-                self._connection.finish(data)
-            except OSError:  # nothing more will arrive; who receives is told
-                self._connection.shut()
-                return
+    def _send_rest(self, left: bytes) -> None:
+        try:
+            self._connection.finish(left)
+            while True:
+                with self._lock:
+                    if not self._backlog:
+                        self._sender = None
+                        return
+                    packets = self._backlog.popleft()
+                self._connection.send(*packets)
+        except OSError:  # nothing more will arrive; who receives is told
+            self._connection.shut()
 
     def close(self) -> None:
         """By the thread that receives, or while none does. Nobody else uses the connection any more then."""
@@ -230,8 +231,8 @@ class DataPort:
         known   --a connection breaks--> unknown; to be asked for soon
     """
 
-    def __init__(self, name: str, token: str | None = None) -> None:
-        self._name = name
+    def __init__(self, name: str, token: str | None = None, tls: Tls | None = None) -> None:
+        self._name, self._tls = name, tls
         self._secret = None if token is None else Secret.of(token)
         self._lock = threading.Lock()
         self._place: _Place | None = None
@@ -244,7 +245,7 @@ class DataPort:
 
     def learn(self, peer: PeerAddress, said: node_pb2.HelloReply | node_pb2.AttachEvent) -> None:
         """Where it is, as the role itself has said to who dialled it as this peer."""
-        has_one = said.data_port and peer.tls is None and said.address == peer.address
+        has_one = said.data_port and said.address == peer.address
         if not has_one:
             self.is_at(None)
         elif (path := path_of(peer.address)) is not None:
@@ -295,9 +296,13 @@ class DataPort:
         return self._open(PromptStream, path, metadata)
 
     def _open(self, kind: type[_StreamT], path: str, metadata: Metadata) -> _StreamT | None:
+        connection: Connection | None = None
         with self._lock:
             place = self._place
-            connection = self._idle.pop() if self._idle else None
+            while connection is None and self._idle:
+                if (connection := self._idle.pop()).worn:
+                    connection.close()
+                    connection = None
         if connection is None:
             connection = self._dialled(place)
         if connection is None:
@@ -310,17 +315,21 @@ class DataPort:
             return None
         where, boot_id = place
         try:
-            found = Connection(tuned(_connected(where)))
+            connected = tuned(_connected(where))
         except OSError as error:
             self.avoid(str(error), place)
             return None
-        if self._secret is not None:
-            try:
+        found = Connection(connected)
+        try:
+            if self._tls is not None:
+                found = TlsConnection(connected, self._tls, where[0])
+                _secure(found)
+            if self._secret is not None:
                 self._shake_hands(found, self._secret, where, boot_id)
-            except (OSError, ProtocolError, DecodeError, UnavailableError) as error:
-                found.break_off()
-                self.avoid(str(error), place, ask_again=False)
-                return None
+        except (OSError, ProtocolError, DecodeError, UnavailableError) as error:
+            found.break_off()
+            self.avoid(str(error), place, ask_again=False)
+            return None
         with self._lock:
             if place == self._place:
                 self._avoid_seconds, self._reached = AVOID_SECONDS, True
@@ -330,25 +339,14 @@ class DataPort:
     def _shake_hands(connection: Connection, secret: Secret, where: Where, boot_id: int = 0) -> None:
         """Have both sides prove that they know the token, before all else. Raises where the server does not."""
         request = make_request(secret, _named(where))
-        most, connection.limit = connection.limit, _MAX_HANDSHAKE_BYTES
-        late = threading.Timer(HANDSHAKE_SECONDS, connection.shut)  # of all of it, however it trickles
-        late.daemon = True
-        late.start()
-        try:
+        with _in_time(connection):
             connection.send((Kind.HANDSHAKE, (request.SerializeToString(),)))
-            kind, body = connection.receive()
-        finally:
-            late.cancel()
-        if kind is Kind.STATUS:
-            raise UnavailableError(data_plane_pb2.DataStatus.FromString(body).details)
-        if kind is not Kind.HANDSHAKE:
-            raise UnavailableError(UNPROVEN)
+            body = _expected(connection, Kind.HANDSHAKE)
         reply = authentication_pb2.HandshakeReply.FromString(body)
         session = accept_reply(secret, request, reply)
         if boot_id not in (0, reply.boot_id):
             raise UnavailableError(UNPROVEN)
         connection.send((Kind.PROOF, (session.keys.data_proof(),)))
-        connection.limit = most
 
     def avoid(self, why: str, failed: _Place | None, *, ask_again: bool = True) -> None:
         """Forget where it is, and have calls go another way for a while; not if it is elsewhere than where it failed.
@@ -384,8 +382,8 @@ class DataPort:
     def give_back(self, stream: DataStream) -> None:
         """The call is over. What can't be used again is closed."""
         with self._lock:
-            if stream.reusable is not None and not self._closed:
-                self._idle.append(stream.reusable)
+            if (connection := stream.reusable) is not None and not self._closed and not connection.worn:
+                self._idle.append(connection)
                 return
         stream.close()
 
@@ -400,6 +398,37 @@ class DataPort:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+
+def _secure(connection: TlsConnection) -> None:
+    """Have both sides trust each other's certificates. Raises where they do not."""
+    with _in_time(connection):
+        connection.shake_hands()
+        _expected(connection, Kind.READY)  # else what is wrong with ours would be found out amid a call
+
+
+@contextmanager
+def _in_time(connection: Connection) -> Iterator[None]:
+    """Give the server so long for its part of a handshake, however it trickles, and room for little."""
+    most, connection.limit = connection.limit, _MAX_HANDSHAKE_BYTES
+    late = threading.Timer(HANDSHAKE_SECONDS, connection.shut)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+        connection.limit = most
+
+
+def _expected(connection: Connection, expected: Kind) -> bytes:
+    """What the server says in a handshake. UnavailableError if it refuses, or says something else."""
+    kind, body = connection.receive()
+    if kind is Kind.STATUS:
+        raise UnavailableError(data_plane_pb2.DataStatus.FromString(body).details)
+    if kind is not expected:
+        raise UnavailableError(UNPROVEN)
+    return body
 
 
 def _connected(where: Where) -> socket.socket:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
 
+from pscluster.core.transport.frames import Buffer
+from pscluster.core.transport.server_call import ServerCall
 from pscluster.core.transport.tcp.packets import Connection, Kind, Place
 from pscluster.v1 import data_plane_pb2
 
@@ -19,7 +22,7 @@ class HandlerAborted(Exception):  # noqa: N818  (it ends a handler, as gRPC's ow
     """Raised by `abort`."""
 
 
-class DataContext(grpc.ServicerContext):
+class DataContext(ServerCall, grpc.ServicerContext):
     """Of one call.
 
     Attributes:
@@ -27,12 +30,19 @@ class DataContext(grpc.ServicerContext):
         has_room: the handler has taken memory for all messages that follow: they are not counted one by one.
     """
 
-    takes_parts = True  # a handler may answer with a list of buffers, instead of joining them
+    takes_parts = True
     place: Place | None = None
     has_room = False
 
-    def __init__(self, connection: Connection, peer: str, call: data_plane_pb2.DataCall) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        peer: str,
+        call: data_plane_pb2.DataCall,
+        shown: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._connection = connection
+        self._shown = shown
         self._peer = peer
         self._metadata = tuple((pair.key, pair.value) for pair in call.metadata)
         self._lock = threading.Lock()
@@ -42,11 +52,24 @@ class DataContext(grpc.ServicerContext):
         self._details = ""
         self._trailing: tuple[tuple[str, str], ...] = ()
 
-    def send(self, message: bytes) -> bool:
-        """Send a message, past the handler's answers: by any thread, while the handler is at work on none.
+    def reply(self, parts: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Return the parts, which the socket joins."""
+        return parts
 
-        False if that can't be: then it is to be among the answers, and is what finds out why.
-        """
+    def receive_into(self, place: Place) -> None:
+        """Put the messages that follow there."""
+        self.place = place
+
+    def has_taken_memory(self) -> None:
+        """Count no message that follows."""
+        self.has_room = True
+
+    def sender(self) -> Callable[[bytes], bool]:
+        """Return `send`."""
+        return self.send
+
+    def send(self, message: bytes) -> bool:
+        """Send a message past the handler's answers; see `ServerCall.sender`."""
         try:
             self._connection.send((Kind.MESSAGE, (message,)))
         except OSError:
@@ -109,8 +132,8 @@ class DataContext(grpc.ServicerContext):
         return self._peer
 
     def auth_context(self) -> Mapping[str, Any]:
-        """No certificates here."""
-        return {}
+        """What the caller's certificate says, if it had to show one."""
+        return self._shown
 
     def peer_identities(self) -> None:
         """None."""

@@ -38,6 +38,7 @@ class Kind(IntEnum):
     STATUS = 4
     HANDSHAKE = 5
     PROOF = 6
+    READY = 7
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -50,6 +51,9 @@ Packet = tuple[Kind, Sequence[Buffer]]
 Place = Callable[[bytes, int], Iterable[memoryview] | None]
 """Where a message goes, of which it is given the first bytes and the size: memory for the rest, which is not copied so.
 None if it needs the whole, which it is given in a second call."""
+
+
+CLOSED = "the connection was closed by the other side"
 
 
 class ClosedError(ConnectionError):
@@ -107,6 +111,11 @@ class Connection:
         self._lock = threading.Lock()  # else `shut` could meet another connection that has the descriptor by now
         self.limit = MAX_MESSAGE_BYTES  # of a packet that comes
 
+    @property
+    def worn(self) -> bool:
+        """Is it to carry no further call?"""
+        return False
+
     def fileno(self) -> int:
         """Of the socket; -1 once it is closed."""
         return self._socket.fileno()
@@ -124,16 +133,18 @@ class Connection:
 
     def start_to_send(self, *packets: Packet) -> bytes:
         """Send what there is room for, without waiting; what is left. OSError if the connection is broken."""
-        data = b"".join(as_buffers(packets))
+        return self._send_some(b"".join(as_buffers(packets)))
+
+    def _send_some(self, data: bytes) -> bytes:
         try:
             sent = self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
             sent = 0
         return data[sent:]
 
-    def finish(self, data: bytes) -> None:
+    def finish(self, left: bytes) -> None:
         """Send what was left. Waits for room; OSError if the connection is broken."""
-        self._socket.sendall(data)
+        self._socket.sendall(left)
 
     def receive(self, place: Place | None = None, announce: Callable[[int], None] | None = None) -> tuple[Kind, bytes]:
         """Wait for a packet; of a message that a place has taken there is nothing left.
@@ -167,11 +178,14 @@ class Connection:
         if rest is None:
             rest = place(start + self._exactly(size - len(start)), size) or ()
         for view in rest:
-            while len(view):
-                count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
-                if not count:
-                    raise ClosedError("the connection was closed by the other side")
-                view = view[count:]
+            self._fill(view)
+
+    def _fill(self, view: memoryview) -> None:
+        while len(view):
+            count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+            if not count:
+                raise ClosedError(CLOSED)
+            view = view[count:]
 
     def _exactly(self, size: int) -> bytes:
         data = self._socket.recv(size, socket.MSG_WAITALL)
@@ -182,7 +196,7 @@ class Connection:
             data = self._socket.recv(left, socket.MSG_WAITALL)
             pieces.append(data)
         if not data:
-            raise ClosedError("the connection was closed by the other side")
+            raise ClosedError(CLOSED)
         return b"".join(pieces)
 
     def shut(self) -> None:

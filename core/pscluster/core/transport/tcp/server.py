@@ -1,5 +1,7 @@
 """The server's side of the data plane: a socket, a thread for each connection, gRPC's handlers and interceptors.
 
+Where there is TLS, a connection begins with its handshake, on the connection's own thread, and READY or a refusal.
+
 Strangers, who have not proved that they know the token or, where there is none, made a call, are few at a time, may
 only send a small packet, and are closed after a while, the oldest first where there are many.
 """
@@ -12,6 +14,7 @@ import hmac
 import logging
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +28,12 @@ from pscluster.core.limits import HANDSHAKE_SECONDS, MAX_CALL_BYTES, MAX_MESSAGE
 from pscluster.core.security.authenticator import Authenticator, Refused, refusal
 from pscluster.core.security.handshake import ServerSession
 from pscluster.core.security.refusals import HOLD_SECONDS, OTHER_USER
+from pscluster.core.security.revocation import why_refused
+from pscluster.core.security.tls import Tls
 from pscluster.core.transport.admission import Admission, Waiting
 from pscluster.core.transport.frames import Buffer
 from pscluster.core.transport.tcp.context import DataContext, HandlerAborted
+from pscluster.core.transport.tcp.encryption import TlsConnection
 from pscluster.core.transport.tcp.packets import ClosedError, Connection, Kind, tuned
 from pscluster.core.transport.unix_sockets import check_peer
 from pscluster.v1 import authentication_pb2, data_plane_pb2
@@ -41,7 +47,7 @@ _LOOK_SECONDS = 1.0
 _SMALL_BYTES = 4 << 10  # of a message that is coming; as many connections as there are may hold that each
 
 Parts = bytes | Sequence[Buffer]
-"""An answer; see `DataContext.takes_parts`."""
+"""An answer; see `ServerCall.takes_parts`."""
 
 Lookup = Callable[[grpc.HandlerCallDetails], "grpc.RpcMethodHandler[Any, Any] | None"]
 
@@ -60,9 +66,11 @@ class _Details(NamedTuple):
 class _Peer:
     """A connection, and the call on it."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self.connection = Connection(tuned(connected))
+    def __init__(self, connected: socket.socket, tls: Tls | None) -> None:
+        connected = tuned(connected)
+        self.connection = Connection(connected) if tls is None else TlsConnection(connected, tls)
         self.connection.limit = MAX_CALL_BYTES
+        self.shown: dict[str, Any] = {}  # by its certificate; see `DataContext.auth_context`
         self.name = _name_of(connected)
         self.since = time.monotonic()
         self.known = False
@@ -75,8 +83,13 @@ class _Peer:
         """Has no call of it been accepted, and may one still be?"""
         return not (self.known or self.turned_out)
 
+    def why_refused(self, revoked: frozenset[str]) -> str | None:
+        """What is wrong with the certificate that it has shown, if it has shown one."""
+        shown = self.shown.get("x509_pem_cert", ())
+        return next((why for pem in shown if (why := why_refused(pem, revoked, resumed=False))), None)
+
     def cancel(self) -> None:
-        """End it: its client's token is accepted no more."""
+        """End it: its client's token or certificate is accepted no more."""
         self.connection.shut()
         self.gone()
 
@@ -107,6 +120,7 @@ class DataServer:
         authenticator: of whom clients have to prove themselves to; None: whoever calls is served.
         admission: bounds what is held of messages that are coming.
         message_bytes: what a message may have.
+        tls: what is shown, and asked for; None: what is sent can be read on its way.
         refused: is told of every connection that was refused; is it to be answered?
 
     Attributes:
@@ -122,9 +136,11 @@ class DataServer:
         *,
         admission: Admission | None = None,
         message_bytes: int = MAX_MESSAGE_BYTES,
+        tls: Tls | None = None,
         refused: Refused = lambda _peer, **_how: True,
     ) -> None:
         self._admission, self._message_bytes = admission, message_bytes
+        self._tls, self._revoked = tls, frozenset[str]()
 
         def find(details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
             found = (handler.service(details) for handler in handlers)
@@ -177,7 +193,11 @@ class DataServer:
                 connected.close()
                 continue
             try:
-                peer = _Peer(connected)
+                peer = _Peer(connected, self._tls)
+            except ssl.SSLError as error:  # a renewed key may be too short, for one; gRPC takes it
+                logger.error("a connection to the data port could not be taken: %s", error)
+                connected.close()
+                continue
             except OSError:  # it has gone already
                 connected.close()
                 continue
@@ -238,6 +258,19 @@ class DataServer:
                 peer.gone()
             for peer in silent:
                 peer.turn_out()
+            self._end_revoked()
+
+    def _end_revoked(self) -> None:
+        if self._tls is None:
+            return
+        self._tls.look_again()
+        if self._tls.revoked == self._revoked:
+            return
+        self._revoked = self._tls.revoked
+        with self._lock:
+            ended = [peer for peer in self._peers if peer.why_refused(self._revoked) is not None]
+        for peer in ended:
+            peer.cancel()
 
     def _gone(self, number: int) -> _Peer | None:
         """Under the lock. The event may be of a connection that had the number before: so it is looked at again."""
@@ -257,6 +290,8 @@ class DataServer:
     def _serve(self, peer: _Peer) -> None:
         session = None
         try:
+            if isinstance(peer.connection, TlsConnection):
+                self._secure(peer, peer.connection)
             if self._authenticator is not None:
                 session = self._shake_hands(peer, self._authenticator)
             while True:
@@ -270,6 +305,19 @@ class DataServer:
             self._drop(peer)
             if session is not None and self._authenticator is not None:
                 self._authenticator.leave(session, peer)
+
+    def _secure(self, peer: _Peer, connection: TlsConnection) -> None:
+        """Have both sides show their certificates, and say whether the client's is accepted. Raises where it is not."""
+        assert self._tls is not None
+        connection.shake_hands()
+        peer.shown = connection.shown()
+        if (why := peer.why_refused(self._tls.revoked)) is not None:
+            if not self._refused(peer.name):
+                peer.hold(HOLD_SECONDS)
+            else:
+                self._answer(peer, _status(grpc.StatusCode.UNAUTHENTICATED, why))
+            raise ClosedError(why)
+        self._send(peer, Kind.READY, b"")
 
     def _shake_hands(self, peer: _Peer, authenticator: Authenticator) -> ServerSession:
         """Have the client prove that it knows the token. Raises where it has not."""
@@ -312,7 +360,7 @@ class DataServer:
         call = data_plane_pb2.DataCall.FromString(body)
         if len(call.metadata) > MAX_METADATA:
             raise ProtocolError(f"a call with {len(call.metadata):,} pairs of metadata, the limit is {MAX_METADATA}")
-        context = DataContext(peer.connection, peer.name, call)
+        context = DataContext(peer.connection, peer.name, call, peer.shown)
         with self._lock:
             if self._over:
                 raise ClosedError("no more calls are taken here")
