@@ -37,7 +37,7 @@ from tests.roles.wire import SECONDS, SERVICES, Metadata, with_token
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.limits import MAX_METADATA
 from pscluster.core.role.open_health import PATH
-from pscluster.core.role.server import RoleOptions
+from pscluster.core.role.options import RoleOptions
 from pscluster.core.security.tokens import MIN_BITS, strength
 from pscluster.core.transport.methods import Method, methods
 

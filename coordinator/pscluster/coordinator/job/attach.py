@@ -31,7 +31,8 @@ from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import arm, reach
 from pscluster.core.functions.policy import Trust, asked_for, trust_of
 from pscluster.core.ids import fresh_id, make_identity
-from pscluster.core.role.server import RoleOptions, serve_metrics, with_user_token
+from pscluster.core.role.options import RoleOptions, with_user_token
+from pscluster.core.role.server import serve_metrics
 from pscluster.core.security.tls import CERTIFICATE, KEY
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.ps.client.client import PsClient

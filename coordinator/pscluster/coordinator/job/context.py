@@ -27,7 +27,8 @@ from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec
 from pscluster.core.errors import MisuseError, PSUnavailableError
 from pscluster.core.metrics.exposition import MetricsServer
-from pscluster.core.role.server import RoleOptions, RoleServer
+from pscluster.core.role.options import RoleOptions
+from pscluster.core.role.server import RoleServer
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2
