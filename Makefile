@@ -9,8 +9,8 @@ STAMP := $(VENV)/.installed
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
 
-test: $(STAMP)  ## all of them, two files at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(STAMP)  ## all of them, two files at a time, the longest first
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)  ## lint, types, directions and circles of imports, fresh stubs, weaknesses: ours, and known ones of what we use
 	$(BIN)/ruff check .

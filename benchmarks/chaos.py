@@ -473,10 +473,10 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tls", action="store_true", help="with certificates, as off loopback")
-    parser.add_argument("--short", action="store_true", help="one job, 40 s, a fault every 3 s")
+    parser.add_argument("--short", action="store_true", help="one job, 20 s, a fault every 2 s")
     options = parser.parse_args()
     if options.short:
-        options.seconds, options.every = 40.0, 3.0
+        options.seconds, options.every = 20.0, 2.0
     if options.durability == "none" and options.faults == "all":
         parser.error("without durability the death of a parameter server ends the job: say --faults workers")
     jobs = options.job or (["digits"] if options.short else ["digits", "embedding"])

@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import hypothesis
 import pytest
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -47,14 +48,41 @@ def search(examples: int, steps: int) -> hypothesis.settings:
     return hypothesis.settings(max_examples=round(examples * SEARCH), stateful_step_count=steps, deadline=None)
 
 
-PATIENCE = 60.0
-"""Seconds to wait for what comes within one on an idle machine."""
-
 NUM_PS = 2
 NUM_WORKERS = 2
 
 # Threads that live as long as the process: the library's, gRPC's beneath it, and the one that times the test.
 _LASTING_THREADS = ("pscluster-loop", "session-watchdog", "(_poll_wrapper)", "pytest_timeout")
+
+
+_LONGEST = (
+    "packaging/test_compose.py",
+    "faults/test_fault_points.py",
+    "packaging/test_wheel.py",
+    "faults/test_every_rpc.py",
+    "faults/test_chaos.py",
+    "coordinator/local/test_local_cluster.py",
+    "roles/test_unix_sockets.py",
+    "dashboard/test_page.py",
+    "dashboard/test_command_line.py",
+    "benchmarks/test_soak.py",
+    "faults/test_pinned.py",
+    "faults/test_ps_death.py",
+    "faults/test_ps_healing.py",
+    "faults/test_worker_death.py",
+    "faults/test_training.py",
+    "roles/test_tls.py",
+    "roles/test_signals.py",
+    "ps/test_big_table.py",
+    "examples/test_examples.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that no process has one to itself at the end, while the others have nothing."""
+    order = {Path(__file__).parent / file: place for place, file in enumerate(_LONGEST)}
+    assert all(map(Path.exists, order)), "_LONGEST names a file that is not there"
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def pytest_configure() -> None:
@@ -65,14 +93,6 @@ def pytest_configure() -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["PSCLUSTER_STATE_DIR"] = folder
     os.environ["XDG_CONFIG_HOME"] = folder  # and find the token of this user, which is another one
-
-
-def until(predicate: Callable[[], object], what: str, state: Callable[[], object] = lambda: "") -> None:
-    """Wait until the predicate holds; if it does not come to that, say how it is."""
-    deadline = time.monotonic() + PATIENCE
-    while not predicate():
-        assert time.monotonic() < deadline, f"waited in vain until {what}: {state()}"
-        time.sleep(0.002)
 
 
 def wait_for_file(path: str) -> None:

@@ -58,9 +58,12 @@ def test_samples_that_were_taken_before(tmp_path: Path, hourly: float) -> None:
         Sample(t, "ps 0", 7, 100 + hourly * t / 3600, 80.0, 40, 20, 9, 1.0) for t in map(float, range(0, 3600, 9))
     ]
     path.write_text("\n".join([",".join(COLUMNS), *map(row_of, series)]))
-    code, said = soak("--judge", str(path), "--png", str(picture))
+    drawn = () if hourly else ("--png", str(picture))
+    code, said = soak("--judge", str(path), *drawn)
     assert code == (1 if hourly else 0), said
     assert ("ps 0: resident from" in said) == bool(hourly), said
+    if not drawn:
+        return
     if importlib.util.find_spec("matplotlib") is None:
         assert "no picture" in said
     else:

@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from tests.conftest import Gate, until, wait_for_file
+from tests.conftest import Gate, wait_for_file
 from tests.dashboard.browser import browser, complaints, needs_browser, save_picture
+from tests.waiting import until
 
 from pscluster.coordinator import (
     CheckpointManager,

@@ -18,7 +18,7 @@ from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
 from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.coordinator.observability.events import MAX_DETAIL, MAX_EVENTS, Observed, Saved, Series, Training
 from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
-from pscluster.coordinator.scheduling.dispatcher import Look, WorkerLook
+from pscluster.coordinator.scheduling.queue_stats import QueueStats, WorkerStats
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 
@@ -26,7 +26,7 @@ PS = [PeerAddress("ps", index, f"ps{index}:1") for index in range(2)]
 WORKERS = [PeerAddress("worker", index, f"worker{index}:1") for index in range(3)]
 
 
-def worker(index: int, **other: Any) -> WorkerLook:
+def worker(index: int, **other: Any) -> WorkerStats:
     """One that is at work, but for what is said."""
     usual: dict[str, Any] = {
         "up": True,
@@ -40,13 +40,13 @@ def worker(index: int, **other: Any) -> WorkerLook:
         "done": 10,
         "seconds": 0.1,
     }
-    return WorkerLook(peer=WORKERS[index], **{**usual, **other})
+    return WorkerStats(peer=WORKERS[index], **{**usual, **other})
 
 
-def seen(*workers: WorkerLook, gone: float = 0.0, error: str = "", waiting: int = 0, **other: Any) -> Seen:
+def seen(*workers: WorkerStats, gone: float = 0.0, error: str = "", waiting: int = 0, **other: Any) -> Seen:
     """A job with these workers."""
     has = sum(each.has for each in workers)
-    look = Look(waiting, 0.0, has, 30 + has, 30, 0, 0, 0, paused=False, error=error, workers=workers)
+    look = QueueStats(waiting, 0.0, has, 30 + has, 30, 0, 0, 0, paused=False, error=error, workers=workers)
     replies = {
         peer.task: node_pb2.StatusReply(
             identity=node_pb2.Identity(role=peer.role, index=peer.index, incarnation=1), state="serving"

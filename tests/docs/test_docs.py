@@ -183,12 +183,13 @@ def test_links_and_lines(name: str) -> None:
 
 def names_in(path: Path) -> set[str]:
     """What a module defines at its top level, and in its classes."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, (ast.ClassDef, *functions)):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, functions)}
     return found
 
 

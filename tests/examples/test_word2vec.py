@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.roles.processes import Process, Roles, make_cluster, run, until
+from tests.roles.processes import Process, Roles, make_cluster, run
+from tests.waiting import until
 
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "word2vec.py"
 Array = np.ndarray[Any, np.dtype[Any]]

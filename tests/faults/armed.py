@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.faults.arming.faults import environment, parse
 from tests.faults.counting import Counting
-from tests.faults.steps import PATIENCE, note, wait_for
-from tests.faults.support import quiet, status, until
+from tests.faults.steps import note, wait_for
+from tests.faults.support import quiet, status
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import (
     Checkpoint,
@@ -27,8 +29,6 @@ from pscluster.coordinator.api import (
     Variable,
 )
 from pscluster.core.errors import UnavailableError
-from pscluster.core.fault_points import FOLDER_VARIABLE, VARIABLE
-from pscluster.core.testing.faults import parse
 from pscluster.ps.spec import SESSION_BYTES
 
 FUNCTIONS = 60
@@ -91,7 +91,7 @@ def armed_cluster(
         for name, level in (("pscluster.coordinator", logging.CRITICAL), ("pscluster.local_cluster", logging.ERROR)):
             stack.enter_context(quiet(name, level))  # what fails here fails on purpose
         options.setdefault("log_level", os.environ.get("ARMED_LOG_LEVEL", "ERROR"))
-        options["env"] = {VARIABLE: "", FOLDER_VARIABLE: str(folder), **options.get("env", {})}
+        options["env"] = {**environment(folder), **options.get("env", {})}
         cluster = stack.enter_context(LocalCluster(num_ps, num_workers, restart=False, **options))
         if revive:
             stack.enter_context(

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from tests.faults.counting import Counting
 from tests.faults.namespaces import Network
-from tests.faults.support import PATIENCE, quiet, ready, until
+from tests.faults.support import quiet, ready
 from tests.roles.processes import Process, environ, tf_config
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import (
     ClusterCoordinator,

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from tests.waiting import PATIENCE
 
 from pscluster.core.context import experimental_get_current_worker_index
-
-PATIENCE = 90.0
-"""Seconds to wait for a condition that comes within one on an idle machine."""
 
 
 def die(*_: object) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 import numpy.typing as npt
-from tests.faults.steps import PATIENCE
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, RemoteValue, Variable
 from pscluster.coordinator.variables.partitioners import FixedShardsPartitioner
@@ -29,7 +28,6 @@ from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 
 __all__ = [
-    "PATIENCE",
     "Job",
     "RawClient",
     "connections_to",
@@ -39,16 +37,7 @@ __all__ = [
     "running_job",
     "status",
     "stopped",
-    "until",
 ]
-
-
-def until(predicate: Callable[[], object], what: str, instead: Callable[[], object] = lambda: "") -> None:
-    """Wait until the predicate holds; `instead` tells what there was when the time was over."""
-    deadline = time.monotonic() + PATIENCE
-    while not predicate():
-        assert time.monotonic() < deadline, f"waited in vain until {what}; {instead()}"
-        time.sleep(0.005)
 
 
 def _state(pid: int) -> str:

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from tests.faults.proxy import Proxy
 from tests.faults.steps import Deadly, die, die_once, first_time, note, wait_for
-from tests.faults.support import PATIENCE, Job, RawClient, ones, running_job, status, until
+from tests.faults.support import Job, RawClient, ones, running_job, status
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import (
     ClusterSpec,
@@ -34,7 +35,9 @@ from pscluster.core.ids import fresh_id, make_identity
 from pscluster.core.transport import frames as frames_module
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import padding, view
-from pscluster.ps.client import client
+from pscluster.ps.client import exchanges
+from pscluster.ps.client import updates as client_updates
+from pscluster.ps.client.client import PsClient
 from pscluster.ps.server import creation, reads, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
@@ -90,7 +93,7 @@ def counting_step(counters: Counters, folder: str, at: Mapping[str, Sequence[int
         sparse.scatter_add(every_row)
         point("second between")
         if number in at["answered"] and first_time(folder, f"answered-{number}"):
-            with mock.patch.object(client, "unpack", die):
+            with mock.patch.object(exchanges, "unpack", die):
                 sgd.apply_gradients(gradients)
         sgd.apply_gradients(gradients)
         point("after")
@@ -154,10 +157,10 @@ def test_killed_in_a_large_update() -> None:
 
             frames = frames_module.pieces
             if number in (5, 12) and first_time(folder, f"frames-{number}"):
-                with mock.patch.object(client, "pieces", one_frame_only):
+                with mock.patch.object(exchanges, "pieces", one_frame_only):
                     large.assign_add(np.ones(large.shape, np.float32))
             if number in (8, 15) and first_time(folder, f"answered-{number}"):
-                with mock.patch.object(client, "unpack", die):
+                with mock.patch.object(exchanges, "unpack", die):
                     large.assign_add(np.ones(large.shape, np.float32))
             large.assign_add(np.ones(large.shape, np.float32))
             return number
@@ -195,7 +198,7 @@ def job_behind_proxies(role: str, **options: Any) -> Iterator[tuple[Job, list[Pr
 def direct(job: Job, variable: Variable) -> Iterator[Variable]:
     """The same variable through connections of its own, not by way of a proxy."""
     peer = PeerAddress("ps", 0, job.cluster.cluster_spec().task_address("ps", 0), token=job.cluster.token)
-    own = client.PsClient([peer], make_identity("tool", 0), job=job.strategy.job, incarnation=fresh_id())
+    own = PsClient([peer], make_identity("tool", 0), job=job.strategy.job, incarnation=fresh_id())
     with closing(own):
         own.connect(PATIENCE)
         yield Variable.of(own.describe_variable(variable.name), own)
@@ -209,7 +212,7 @@ def holds(variable: Variable, value: float) -> bool:
 @pytest.mark.parametrize("rows", [4, 400_000], ids=["on a session", "in frames"])
 def test_an_answer_that_is_lost(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that had no answer sends its update again; the server, which had applied it, only answers."""
-    monkeypatch.setattr(client, "SESSION_BYTES", 1 << 20)
+    monkeypatch.setattr(client_updates, "SESSION_BYTES", 1 << 20)
     frames = rows * 4 if rows > 4 else 0  # sent once the server has proved itself, and told how much room there is
     with job_behind_proxies("ps") as (job, (proxy,)):
         with job.strategy.scope():

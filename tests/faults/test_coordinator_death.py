@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.faults.steps import note, wait_for
-from tests.faults.support import PATIENCE, stopped, until
+from tests.faults.support import stopped
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable, optimizers
 from pscluster.coordinator.job import attach

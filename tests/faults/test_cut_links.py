@@ -16,7 +16,8 @@ import pytest
 from tests.faults.far import FarCluster, FarJob, far_cluster, far_job
 from tests.faults.namespaces import COORDINATOR, Network, missing
 from tests.faults.steps import where
-from tests.faults.support import PATIENCE, ready, until
+from tests.faults.support import ready
+from tests.waiting import PATIENCE, until
 
 from pscluster.core.errors import FunctionError
 
@@ -111,7 +112,7 @@ def test_a_worker_cut_off_from_a_server_for_good(cluster: FarCluster, connected:
     """No answer will ever come: the connection is given up, and when `ps_timeout` is over the function says who."""
     with far_job(cluster, ps_timeout=1.0) as job:
         job.until_up(2)
-        assert all(link.heard for link in job.coordinator._dispatcher._links)  # since when explain() counts
+        assert all(link.heard for link in job.coordinator._dispatcher._workers)  # since when explain() counts
         step = job.counting.step()
         if connected:  # else the worker has not dialled the server yet
             begin(job)
@@ -187,7 +188,7 @@ def test_a_bad_link(cluster: FarCluster, trouble: Callable[[Network, str, str], 
         trouble(job.network, one, other)
         until_used(job, 0)
         finish(job)
-        assert (job.coordinator._dispatcher._links[0].restarts, job.coordinator.workers_up) == (0, 2)
+        assert (job.coordinator._dispatcher._workers[0].restarts, job.coordinator.workers_up) == (0, 2)
 
 
 def test_large_arguments_on_a_slow_link(cluster: FarCluster) -> None:
@@ -199,7 +200,7 @@ def test_large_arguments_on_a_slow_link(cluster: FarCluster) -> None:
             job.network.slow(f"worker{worker}", 4000)  # 3 MiB take 6 s
         sizes = [job.coordinator.schedule(len, args=(np.ones(3 << 20, np.uint8),)) for _ in range(2)]
         assert job.coordinator.fetch(sizes, timeout=PATIENCE) == [3 << 20] * 2
-        assert [link.restarts for link in job.coordinator._dispatcher._links] == [0, 0]
+        assert [link.restarts for link in job.coordinator._dispatcher._workers] == [0, 0]
 
 
 def test_nothing_is_left_of_a_network(tmp_path: Path) -> None:

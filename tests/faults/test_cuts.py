@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from tests.faults.steps import PATIENCE, first_time, note, wait_for
-from tests.faults.support import Job, RawClient, running_job, until
+from tests.faults.steps import first_time, note, wait_for
+from tests.faults.support import Job, RawClient, running_job
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import FixedShardsPartitioner, RemoteValue, Variable, callbacks, metrics
 from pscluster.coordinator.api import Checkpoint, CheckpointManager, ParameterServerStrategy, RestoredFrom
@@ -114,8 +115,8 @@ class Half:
         """What `cut` gives, which waits for the function as that is cut short."""
         with ThreadPoolExecutor(1) as pool:
             found: Future[T] = pool.submit(cut)
-            look = self.job.coordinator._dispatcher.look
-            until(lambda: found.done() or look().paused, "somebody waits for all functions to end")
+            stats = self.job.coordinator._dispatcher.stats
+            until(lambda: found.done() or stats().paused, "somebody waits for all functions to end")
             self.fall()
             return found.result(PATIENCE)
 

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 from tests.conftest import SEARCH
 from tests.faults.armed import CUT, Armed, Round, armed_cluster
+from tests.faults.arming.faults import CALL_KINDS, LASTING
 from tests.faults.steps import note, wait_for
-from tests.faults.support import PATIENCE, status, until
+from tests.faults.support import status
 from tests.roles.wire import SERVICES
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import (
     ClusterCoordinator,
@@ -31,7 +33,6 @@ from pscluster.coordinator.api import (
 )
 from pscluster.coordinator.cli.health import is_healthy
 from pscluster.core.errors import FunctionError
-from pscluster.core.testing.faults import CALL_KINDS, LASTING
 from pscluster.core.transport.methods import methods
 
 NTH = {

@@ -6,6 +6,7 @@ tried under "snapshot", too: there what is missing is what was said to be lost, 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -21,14 +22,14 @@ from typing import Any
 import grpc
 import pytest
 from tests.faults.armed import CUT, Armed, Round, armed_cluster
-from tests.faults.support import PATIENCE
+from tests.faults.arming.faults import FaultInterceptor, Faults, arm, environment, parse
 from tests.roles.processes import make_cluster, run, tf_config
+from tests.waiting import PATIENCE
 
 from pscluster.coordinator.api import FixedShardsPartitioner, ParameterServerStrategy
 from pscluster.core import fault_points
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.fault_points import FOLDER_VARIABLE, POINTS, VARIABLE
-from pscluster.core.testing.faults import Faults, parse
+from pscluster.core.fault_points import POINTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -46,8 +47,8 @@ def test_the_table_and_the_code_agree() -> None:
 
 def test_nothing_is_armed() -> None:
     """Without the variables there is nothing to arm, and nothing happens at a point."""
-    fault_points.arm("ps", {})
-    assert fault_points.armed() is None
+    arm({"TF_CONFIG": "{}"})
+    assert fault_points.on_reach is None
     fault_points.reach("ps.log.after")
 
 
@@ -70,15 +71,14 @@ def test_what_is_no_fault(text: str, sentence: str) -> None:
         Faults("ps", text, "")
 
 
-def test_a_role_refuses_what_is_no_fault() -> None:
-    """It ends with code 2 and the sentence, before it serves; and says it loudly where it does serve with faults."""
+def test_a_role_dies_as_the_environment_says() -> None:
+    """It is killed where it says so; and does not start with what is no fault."""
     config = tf_config(make_cluster(), "ps")
-    code, output = run("ps", "--durability", "none", config=config, **{VARIABLE: "ps.log.behind=kill"})
-    assert (code, len(output.splitlines())) == (2, 1)
-    assert output.startswith("pscluster: PSCLUSTER_FAULTS names the point 'ps.log.behind', which does not exist")
-    code, output = run("ps", "--durability", "none", config=config, **{VARIABLE: "ps.restore.before=kill@1"})
-    assert code == -signal.SIGKILL
-    assert "WARNING FAULTS ARE ARMED: this process is going to fail on purpose" in output
+    code, output = run("ps", "--durability", "none", config=config, **environment(text="ps.log.behind=kill"))
+    assert code == 1
+    assert "PSCLUSTER_FAULTS names the point 'ps.log.behind', which does not exist" in output
+    code, output = run("ps", "--durability", "none", config=config, **environment(text="ps/ps.restore.before=kill@1"))
+    assert code == -signal.SIGKILL, output
 
 
 def test_a_message_that_is_read_behind_its_streams_end(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_message_that_is_read_behind_its_streams_end(tmp_path: Path) -> None:
         yield next(requests)
 
     handler: Any = grpc.stream_stream_rpc_method_handler(steps)
-    found: Any = armed.interceptor().intercept_service(lambda _: handler, SimpleNamespace(method=path))
+    found: Any = FaultInterceptor(armed).intercept_service(lambda _: handler, SimpleNamespace(method=path))
     assert list(found.stream_stream(iter([b"first", b"second"]), object())) == [b"first"]
     assert next(read[0]) == b"second"
     assert (tmp_path / f"ended-{parse(fault)[0].name}").read_text().startswith("the stream ended")
@@ -280,47 +280,57 @@ SCRIPT = """
     note(folder, "result", " ".join(map(str, sorted({*dense.numpy().reshape(-1), *other.numpy().reshape(-1)}))))
 """
 
-OF_THE_COORDINATOR = {
-    **{point: (f"chief/{point}=kill@1", ()) for point in POINTS if point.startswith("coordinator.")},
-    "coordinator.create.before": ("chief/coordinator.create.before=kill@2", ()),
-    "coordinator.create.after": ("chief/coordinator.create.after=kill@1", ()),
-    "coordinator.send.before": ("chief/coordinator.send.before=kill@2", ()),
-    "coordinator.send.after": ("chief/coordinator.send.after=kill@2", ()),
-    "coordinator.close.before": ("chief/coordinator.close.before=kill@1", (CUT,)),
-    "coordinator.close.after": ("chief/coordinator.close.after=kill@1", (CUT,)),
-    "coordinator.retry.after": ("chief/coordinator.retry.after=kill@1", (CUT,)),
-    "ps.epoch.before": ("ps/ps.epoch.before=kill@1", ("chief/coordinator.progress.before=kill@2",)),
-    "ps.epoch.after": ("ps/ps.epoch.after=kill@1", ("chief/coordinator.progress.after=kill@2",)),
-    "client.update.before": ("chief/client.update.before=kill@3", ()),
-    "client.exchange.after": ("chief/client.exchange.after=kill@3", ()),
-    "client.update.after": ("chief/client.update.after=kill@3", ()),
+_IN_ONE_JOB = (
+    ("coordinator.attach.first", "coordinator.create.before", "coordinator.send.before", "coordinator.mark.after"),
+    ("coordinator.attach.after", "coordinator.create.after", "coordinator.send.after", "coordinator.parts.after"),
+    ("coordinator.outcome.before", "coordinator.progress.before", "coordinator.index.before", "coordinator.pin.before"),
+    ("coordinator.outcome.after", "coordinator.progress.after", "coordinator.index.after", "coordinator.pin.after"),
+    ("coordinator.remove.before", "coordinator.stage.after", "coordinator.end.before"),
+    ("coordinator.remove.after", "coordinator.commit.after", "coordinator.end.after"),
+    ("coordinator.unpin.before", "coordinator.finished.before"),
+    ("coordinator.unpin.after", "coordinator.finished.after"),
+)
+"""The script comes to these one after the other, and dies at each, once."""
+
+_SECOND = ("coordinator.create.before", "coordinator.send.before", "coordinator.send.after")
+
+OF_THE_COORDINATOR: dict[tuple[str, ...], list[str]] = {
+    **{points: [f"chief/{point}=kill@{1 + (point in _SECOND)}" for point in points] for points in _IN_ONE_JOB},
+    ("coordinator.finish.before",): ["chief/coordinator.finish.before=kill@1"],
+    ("coordinator.close.before",): ["chief/coordinator.close.before=kill@1", CUT],
+    ("coordinator.close.after",): ["chief/coordinator.close.after=kill@1", CUT],
+    ("coordinator.retry.after",): ["chief/coordinator.retry.after=kill@1", CUT],
+    ("ps.epoch.before",): ["ps/ps.epoch.before=kill@1", "chief/coordinator.progress.before=kill@2"],
+    ("ps.epoch.after",): ["ps/ps.epoch.after=kill@1", "chief/coordinator.progress.after=kill@2"],
+    ("client.update.before", "client.exchange.after", "client.update.after"): [
+        f"chief/{point}=kill@3" for point in ("client.update.before", "client.exchange.after", "client.update.after")
+    ],
 }
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("point", OF_THE_COORDINATOR)
-def test_a_death_of_the_coordinator(clusters: dict[str, Armed], point: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("points", OF_THE_COORDINATOR, ids="+".join)
+def test_deaths_of_the_coordinator(clusters: dict[str, Armed], points: tuple[str, ...], tmp_path: Path) -> None:
     """The script is killed there and started again, until it ends: what it finds then is as if nothing had been."""
-    fault, before = OF_THE_COORDINATOR[point]
+    faults = OF_THE_COORDINATOR[points]
     armed = clusters["log"]
-    armed.arm(fault, *before)
+    armed.arm(*faults)
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(SCRIPT))
     cluster = armed.cluster
     env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token}
-    env |= {VARIABLE: "", FOLDER_VARIABLE: str(armed.folder)}
-    env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [env.get("PYTHONPATH", "")])])
+    env |= environment(armed.folder)
     command = [sys.executable, "-m", "pscluster.coordinator", "--log-level", "ERROR"]
     codes: list[int] = []
     while not codes or codes[-1] == -signal.SIGKILL:
-        arguments = [*command, *cluster.hand_over_port("chief", 0), str(path), str(tmp_path), point]
+        arguments = [*command, *cluster.hand_over_port("chief", 0), str(path), str(tmp_path), points[0]]
         codes.append(subprocess.run(arguments, env=env, timeout=PATIENCE).returncode)
-        assert len(codes) < 4, codes
+        assert len(codes) < 3 + len(points), codes
     assert codes[-1] == 0, codes
-    armed.until_struck(fault, *before, calls=False)
+    armed.until_struck(*faults, calls=False)
     assert (tmp_path / "result").read_text() == "9.0"
 
 
 def test_no_point_is_forgotten() -> None:
     """Each has a death of its own."""
-    assert DEATHS.keys() | OF_THE_COORDINATOR.keys() == POINTS.keys()
+    assert DEATHS.keys() | set(itertools.chain(*OF_THE_COORDINATOR)) == POINTS.keys()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.faults.support import PATIENCE, ones, running_job, until
+from tests.faults.support import ones, running_job
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, Variable
 from pscluster.coordinator.local.local_cluster import LocalClusterError

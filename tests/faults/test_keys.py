@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.faults.steps import note, wait_for
-from tests.faults.support import PATIENCE, running_job, until
+from tests.faults.support import running_job
 from tests.faults.test_coordinator_death import started
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import (
     CheckpointManager,

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from tests.faults.counting import Counting
 from tests.faults.proxied import Link, ProxiedCluster
-from tests.faults.support import PATIENCE, quiet, ready, until
+from tests.faults.support import quiet, ready
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import (
     ClusterCoordinator,

@@ -15,8 +15,8 @@ import pytest
 from tests.conftest import in_one_process
 from tests.faults.armed import Armed, armed_cluster
 from tests.faults.steps import note, wait_for
-from tests.faults.support import PATIENCE, until
 from tests.faults.test_coordinator_death import started
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import (
     ClusterCoordinator,

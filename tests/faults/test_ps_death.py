@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.conftest import until
+from tests.waiting import until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -39,7 +39,7 @@ def test_the_next_calls_name_the_server_that_died() -> None:
     """A waiting join raises by itself, then reads and updates of what lived there do; what lives elsewhere is read."""
     with LocalCluster(2, 2, restart=False, log_level="ERROR") as cluster:
         address = cluster.cluster_spec().task_address("ps", 1)
-        with ParameterServerStrategy(cluster, placement="round_robin", ps_timeout=10) as strategy:
+        with ParameterServerStrategy(cluster, placement="round_robin", ps_timeout=2) as strategy:
             with strategy.scope():
                 kept = Variable(np.zeros(3, np.float32), name="kept")
                 lost = Variable(np.zeros(3, np.float32), name="lost")

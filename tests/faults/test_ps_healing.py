@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from tests.faults.counting import Counting
-from tests.faults.support import PATIENCE, Job, RawClient, ready, running_job, status, until
+from tests.faults.support import Job, RawClient, ready, running_job, status
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import Checkpoint, Variable, optimizers
 from pscluster.core.errors import MisuseError, PsClusterError, PSUnavailableError, StaleError, UnavailableError
@@ -165,12 +166,12 @@ def test_it_learns_what_was_closed_and_finished_before_it_serves() -> None:
         with job.strategy.scope():
             count = Variable(np.zeros(3, np.float32), name="count")
         dispatcher = job.coordinator._dispatcher
-        connection = dispatcher._links[1].connection
+        connection = dispatcher._workers[1].connection
         assert connection is not None
         job.cluster.kill("ps", 0)
         job.coordinator.schedule(lambda: None).fetch(timeout=PATIENCE)  # function 1, which needs no server
         job.cluster.kill("worker", 1)
-        (link,) = dispatcher._servers
+        (link,) = dispatcher._state.servers
         until(lambda: list(link._finished), "the coordinator has something to tell: a function")
         until(lambda: link._closed, "and a worker")
         job.cluster.restart("ps", 0)
@@ -313,7 +314,7 @@ def test_what_is_lost_is_counted_at_once(caplog: pytest.LogCaptureFixture) -> No
             variable.assign_add(1.0)
             job.coordinator.schedule(lambda: by_worker.assign_add(1.0))
         job.coordinator.join(PATIENCE)
-        link = job.coordinator._dispatcher._servers[0]
+        link = job.coordinator._dispatcher._state.servers[0]
         job.cluster.kill("ps", 0, timeout=PATIENCE)
         until(lambda: link.returns, "the coordinator has it again")
         job.coordinator.join(PATIENCE)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.faults.armed import armed_cluster
+from tests.faults.arming.faults import environment
 from tests.faults.steps import wait_for
-from tests.faults.support import PATIENCE, stopped, until
+from tests.faults.support import stopped
 from tests.faults.test_coordinator_death import started
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import LocalCluster
-from pscluster.core.fault_points import FOLDER_VARIABLE
 
 EXAMPLES, BATCH = 2000, 10
 
@@ -143,7 +144,8 @@ def test_the_cluster_is_gone(script: Path, tmp_path: Path, waiting: str, monkeyp
 
     Whoever waits for them: a function, a callback in the script's thread, or a checkpoint in the background.
     """
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "faults"))
+    for name, value in environment(tmp_path / "faults").items():  # of the script, too
+        monkeypatch.setenv(name, value)
     fault = "chief/coordinator.mark.after=stop@1"
     with armed_cluster(tmp_path / "faults", 1, 1, durability="none") as armed:
         if waiting == "checkpoint":

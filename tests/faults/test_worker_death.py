@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.faults.steps import deadly, die_once, first_time, note, wait_for, where
-from tests.faults.support import Job, connections_to, ready, running_job, status, stopped, until
+from tests.faults.support import Job, connections_to, ready, running_job, status, stopped
+from tests.waiting import until
 
 from pscluster.coordinator.api import RemoteValueStatus, Variable, experimental_get_current_worker_index
 from pscluster.core.errors import CancelledError, FunctionError

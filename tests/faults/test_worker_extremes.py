@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from tests.faults.counting import Counting
-from tests.faults.steps import PATIENCE, Bomb, abort, allocate, exit_hard, first_time, note, segfault, wait_for, where
-from tests.faults.support import Job, ready, running_job, status, until
+from tests.faults.steps import Bomb, abort, allocate, exit_hard, first_time, note, segfault, wait_for, where
+from tests.faults.support import Job, ready, running_job, status
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import experimental_get_current_worker_index
 from pscluster.core.errors import FunctionError
@@ -235,7 +236,7 @@ def test_workers_that_are_back_at_once(tmp_path: Path) -> None:
 
         values = [job.coordinator.schedule(count, args=(number,)) for number in range(600)]
         job.until_done(values, 20)
-        links = job.coordinator._dispatcher._links
+        links = job.coordinator._dispatcher._workers
         seen = {link.connection.incarnation for link in links if link.connection is not None}
         killed: set[int] = set()
         for round_ in range(30):

@@ -5,12 +5,12 @@ import os
 import re
 import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROLES = ["ps-0", "ps-1", "worker-0", "worker-1", "worker-2", "coordinator"]
@@ -130,12 +130,6 @@ def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> N
     def output() -> str:
         return compose(project, "logs", "--no-color", timeout=60, files=files).stdout
 
-    def until(predicate: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 240
-        while not predicate():
-            assert time.monotonic() < deadline, f"waited in vain until {what}:\n{output()}"
-            time.sleep(0.5)
-
     def steps() -> int:
         lines = re.findall(r"coordinator.*step (\d+)/\d+ ", output())
         return int(lines[-1]) if lines else 0
@@ -143,7 +137,7 @@ def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> N
     def reached(count: int) -> Callable[[], bool]:
         return lambda: steps() >= count
 
-    until(reached(300), "it trains")
+    until(reached(300), "it trains", output, 240)
     for service in ("ps-1", "worker-1", "coordinator"):
         before = pid_in(project, service, files)
         assert before, f"{service} has ended:\n{output()}"
@@ -152,8 +146,8 @@ def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> N
         def is_back(service: str = service, before: int = before) -> bool:
             return pid_in(project, service, files) not in (0, before)
 
-        until(is_back, f"{service} is back")
-    until(lambda: "test accuracy" in output(), "it ends")
+        until(is_back, f"{service} is back", output, 240)
+    until(lambda: "test accuracy" in output(), "it ends", output, 240)
     text = output()
     found = re.search(r"test accuracy (\d\.\d+)", text)
     assert found is not None

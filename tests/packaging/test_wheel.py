@@ -47,7 +47,7 @@ def run(*command: str | Path, cwd: Path, timeout: float) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from the checkout."""
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT, cwd=folder, timeout=240)
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder, timeout=240)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -56,8 +56,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of an environment that holds the wheel, what it depends on, and nothing else."""
     folder = tmp_path_factory.mktemp("environment")
-    run(sys.executable, "-m", "venv", folder, cwd=folder, timeout=120)
-    run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", wheel, cwd=folder, timeout=300)
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder, timeout=120)
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
+    run(*pip, "install", "--quiet", "--no-compile", wheel, cwd=folder, timeout=300)  # what is imported is compiled then
     return folder / "bin"
 
 

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.conftest import PATIENCE, run_cluster
+from tests.conftest import run_cluster
+from tests.waiting import PATIENCE
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -28,7 +29,7 @@ from pscluster.coordinator import (
     initializers,
     optimizers,
 )
-from pscluster.ps.client.client import Traffic
+from pscluster.ps.client.exchanges import Traffic
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")

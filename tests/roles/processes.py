@@ -18,8 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-PATIENCE = 90.0
-"""Seconds to wait for a condition that comes within one on an idle machine."""
+from tests.waiting import PATIENCE
 
 PSCLUSTER = (str(Path(sys.executable).with_name("pscluster")),)
 
@@ -143,14 +142,6 @@ def environ(config: str | None = None, **more: str) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if key not in OURS}
     clean.update(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", COLUMNS="140", **more)
     return clean if config is None else {**clean, "TF_CONFIG": config}
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition that nothing reports. AssertionError if it does not come."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
-        time.sleep(0.02)
 
 
 class Process:

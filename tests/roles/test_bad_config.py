@@ -18,7 +18,6 @@ from tests.roles.processes import (
     HELD,
     IDLE,
     JOB,
-    PATIENCE,
     PSCLUSTER,
     Process,
     Roles,
@@ -30,6 +29,7 @@ from tests.roles.processes import (
     run_all,
     tf_config,
 )
+from tests.waiting import PATIENCE
 
 from pscluster.core.ids import VERSION
 

@@ -19,8 +19,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.roles.hostile import PREFACE, bombs, crowd, frame, head, opened, rubbish, trickle
-from tests.roles.processes import PSCLUSTER, Roles, make_cluster, until
+from tests.roles.processes import PSCLUSTER, Roles, make_cluster
 from tests.roles.wire import SERVICES
+from tests.waiting import until
 
 from pscluster.core import limits
 from pscluster.core.ids import make_identity

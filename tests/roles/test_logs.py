@@ -91,7 +91,7 @@ def test_a_wait_is_said_once(tmp_path: Path) -> None:
     )
     cluster = make_cluster(chief=False)
     with Roles(cluster, tmp_path) as roles:
-        worker = roles.start(str(patched), "--connect-timeout", "4", role="worker", command=(sys.executable,))
+        worker = roles.start(str(patched), "--connect-timeout", "2", role="worker", command=(sys.executable,))
         assert worker.wait() == 1
         lines = worker.output.splitlines()
     assert len([line for line in lines if "waiting for ps 0" in line]) == 1, lines

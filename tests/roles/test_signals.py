@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.roles.processes import DONE, HELD, IDLE, JOB, PSCLUSTER, Process, Roles, environ, make_cluster, until
+from tests.roles.processes import DONE, HELD, IDLE, JOB, PSCLUSTER, Process, Roles, environ, make_cluster
 from tests.roles.wire import Frames, add_to_all, connect
+from tests.waiting import until
 
 from pscluster.core.transport.frames import CHUNK_BYTES, pack
 from pscluster.v1 import ps_pb2

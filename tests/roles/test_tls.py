@@ -24,7 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from grpc.experimental.session_cache import ssl_session_cache_lru
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from tests.conftest import OpenCall, grpc_server, until
+from tests.conftest import OpenCall, grpc_server
 from tests.roles.processes import (
     DONE,
     HELD,
@@ -40,6 +40,7 @@ from tests.roles.processes import (
 )
 from tests.roles.test_token import ALL_METHODS, call
 from tests.roles.wire import SECONDS, SERVICES, with_token
+from tests.waiting import until
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.coordinator.cli.health import is_healthy
@@ -586,9 +587,9 @@ def test_why_is_not_asked_at_each_attempt(tmp_path: Path, monkeypatch: pytest.Mo
     looks, now = list[PeerAddress](), [100.0]
     monkeypatch.setattr(connections, "why_untrusted", looks.append)
     monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    distrust = connections.Distrust(PeerAddress("ps", 0, "127.0.0.1:1", Tls(tmp_path / "worker")))
+    diagnosis = connections.TlsDiagnosis(PeerAddress("ps", 0, "127.0.0.1:1", Tls(tmp_path / "worker")))
     for now[0] in (100.0, 100.1, 104.9, 105.1, 105.2):
-        asyncio.run(distrust.look(UnavailableError("gone")))
+        asyncio.run(diagnosis.diagnose(UnavailableError("gone")))
     assert len(looks) == 2
 
 

@@ -17,7 +17,6 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import until
 from tests.roles.processes import (
     DONE,
     IDLE,
@@ -33,6 +32,7 @@ from tests.roles.processes import (
     tf_config,
 )
 from tests.roles.wire import SECONDS, SERVICES, Metadata, with_token
+from tests.waiting import until
 
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.limits import MAX_METADATA
@@ -372,8 +372,9 @@ def test_insecure(tmp_path: Path) -> None:
     launcher = tmp_path / "launcher.py"
     launcher.write_text(
         "import sys\n"
-        "from pscluster.core.role import server as serving\n"
-        "serving.is_on_this_machine = lambda address: False\n"
+        "from pscluster.core.role import listening, options, server\n"
+        "for module in (listening, options, server):\n"
+        "    module.is_on_this_machine = lambda address: False\n"
         "from pscluster.ps.server.main import main\n"
         "main()\n"
     )

@@ -9,10 +9,12 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.roles.processes import PSCLUSTER, Process, Roles, environ, run, run_all, tf_config, until
+from tests.roles.processes import PSCLUSTER, Process, Roles, environ, run, run_all, tf_config
+from tests.waiting import until
 
 from pscluster.core.security.tls import CERTIFICATE
 
@@ -67,6 +69,7 @@ def test_roles_started_by_hand(folder: Path, tmp_path: Path) -> None:
         with Process(command, environ(tf_config(cluster, "chief")), stdin=-1) as coordinator:
             coordinator.wait_for(f"trained 10.0 True unix:{sockets}/ps-0")
             coordinator.wait_for("saved")
+            assert "live page" not in coordinator.output, "nobody has asked for it"
             code, shown = run("status", "--json", config=tf_config(cluster, "chief"))
             assert code == 0, shown
             tasks = json.loads(shown.splitlines()[-1])["tasks"]
@@ -139,16 +142,22 @@ def test_run(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     long = tmp_path / ("x" * 140) / ("y" * 160)
     long.mkdir(parents=True)
-    for options, expected in (
-        ((), r"trained 10\.0 True unix:/tmp/psc-\w+\.tmp/ps-0"),
-        (("--transport", "tcp"), r"trained 10\.0 True 127\.0\.0\.1:\d+"),
-        (("--tls",), r"trained 10\.0 False 127\.0\.0\.1:\d+"),
-    ):
-        with Process([*PSCLUSTER, "run", *options, str(script)], environ(TMPDIR=str(long))) as process:
-            line = process.wait_for(expected)
-            assert process.wait() == 0, process.output
-        if "unix:" in line:
-            assert not Path(line.split("unix:")[1].strip()).parent.exists()
+    expected = {
+        (): r"trained 10\.0 True unix:/tmp/psc-\w+\.tmp/ps-0",
+        ("--transport", "tcp"): r"trained 10\.0 True 127\.0\.0\.1:\d+",
+        ("--tls",): r"trained 10\.0 False 127\.0\.0\.1:\d+",
+    }
+    with ExitStack() as stack:
+        commands = {options: [*PSCLUSTER, "run", *options, str(script)] for options in expected}
+        processes = {
+            options: stack.enter_context(Process(command, environ(TMPDIR=str(long))))
+            for options, command in commands.items()
+        }
+        for options, line in expected.items():
+            found = processes[options].wait_for(line)
+            assert processes[options].wait() == 0, processes[options].output
+            if "unix:" in found:
+                assert not Path(found.split("unix:")[1].strip()).parent.exists()
 
 
 HOLDS = """
@@ -170,7 +179,7 @@ def test_what_a_killed_cluster_leaves_goes_with_the_next(tmp_path: Path) -> None
     with Process(command, environ()) as first:
         _, address, *pids = first.wait_for("^at unix:").split()
         sockets = Path(address.removeprefix("unix:")).parent
-        first.wait_for("parameter server 0 serving")
+        first.wait_for("worker 0 serving")  # it has its socket
         worker = int(pids[1])
         os.kill(worker, signal.SIGSTOP)
         try:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from tests.conftest import until
 from tests.telemetry.scraping import SECONDS, Scraped, get, scrape
 from tests.telemetry.test_figures import OneRole
+from tests.waiting import until
 
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.metrics import exposition

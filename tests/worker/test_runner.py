@@ -15,7 +15,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import until
+from tests.waiting import until
 
 from pscluster.core.errors import StaleError, UnavailableError
 from pscluster.core.metrics.trace import Recording

@@ -1,22 +1,14 @@
-"""Named fault points: where a role can be made to fail on purpose, and what has happened by then.
+"""Named fault points: where tests make a role fail on purpose, and what has happened by then.
 
-Code says `reach("ps.log.after")` before and behind each act that outlives it or that others see. That costs one call
-and one comparison (60 ns), and does nothing: no point stands in a loop over chunks or rows. Only where the environment
-arms faults when a role starts (see `faults`, and CONTRIBUTING.md) does a point that is reached kill, stop, delay or
-fail. A point in this table and the place that names it are one: a test holds that neither is without the other.
+Code says `reach("ps.log.after")` before and after each act that outlives it or that others see. That costs one call and
+one comparison (60 ns), and does nothing: no point stands in a loop over chunks or rows. Tests set `on_reach` to what
+kills, stops, delays or fails there (see CONTRIBUTING.md). A point in this table and the place that names it are one: a
+test holds that neither is without the other.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pscluster.core.testing.faults import Faults
-
-VARIABLE = "PSCLUSTER_FAULTS"
-FOLDER_VARIABLE = "PSCLUSTER_FAULTS_DIR"
+from collections.abc import Callable
 
 POINTS: dict[str, str] = {
     # Every role
@@ -112,29 +104,11 @@ POINTS: dict[str, str] = {
     "coordinator.end.after": "all roles were told",
 }
 
-_faults: Faults | None = None
+on_reach: Callable[[str], None] | None = None
+"""Called with each point that is reached. Only tests set it."""
 
 
 def reach(point: str) -> None:
-    """What the table says of this point has happened. Does nothing where no faults are armed."""
-    if _faults is not None:
-        _faults.reach(point)
-
-
-def arm(role: str, environ: Mapping[str, str] = os.environ) -> None:
-    """At the start of a role: arm the faults that the environment names, if it names any.
-
-    Raises:
-        ConfigurationError: what it says is no fault, or names a point or a call that does not exist.
-    """
-    global _faults
-    if _faults is not None or (VARIABLE not in environ and FOLDER_VARIABLE not in environ):
-        return
-    from pscluster.core.testing.faults import Faults
-
-    _faults = Faults(role, environ.get(VARIABLE, ""), environ.get(FOLDER_VARIABLE, ""))
-
-
-def armed() -> Faults | None:
-    """What is armed in this process; almost always nothing."""
-    return _faults
+    """Tell `on_reach` that what the table says of this point has happened."""
+    if on_reach is not None:
+        on_reach(point)

@@ -22,8 +22,9 @@ import numpy.typing as npt
 import pytest
 import safetensors.numpy
 from click.testing import CliRunner
-from tests.conftest import PATIENCE, Gate, leave_mark, marks, until, wait_for_file
+from tests.conftest import Gate, leave_mark, marks, wait_for_file
 from tests.faults.support import running_job
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,

@@ -18,9 +18,9 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from tests.conftest import PATIENCE, until
 from tests.coordinator.checkpoints.test_checkpoints import ROWS, Model, flip, flip_value, two_axes
 from tests.roles.processes import PSCLUSTER, Process, environ, make_cluster, run, tf_config
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.coordinator.api import Checkpoint, CheckpointManager, SavedVariables, SidecarEvaluator

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE, Gate, until, wait_for_file
+from tests.conftest import Gate, wait_for_file
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     CheckpointManager,

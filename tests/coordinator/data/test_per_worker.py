@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Everywhere, Gate, until, wait_for_file
+from tests.conftest import NUM_WORKERS, Everywhere, Gate, wait_for_file
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,

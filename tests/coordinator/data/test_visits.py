@@ -98,7 +98,7 @@ class VisitsMachine(RuleBasedStateMachine):
 
 
 TestVisits = VisitsMachine.TestCase
-TestVisits.settings = search(200, 30)
+TestVisits.settings = search(100, 30)
 
 
 def test_another_length() -> None:

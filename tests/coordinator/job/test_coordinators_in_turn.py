@@ -332,4 +332,4 @@ TestCoordinators = CoordinatorsMachine.TestCase
 TestCoordinators.__doc__ = (
     "One coordinator is heard, what is held is of one job, and a job goes on whole or not at all."
 )
-TestCoordinators.settings = search(150, 40)
+TestCoordinators.settings = search(80, 40)

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import PATIENCE, until
 from tests.faults.support import gone
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.cli.run import run_script
 from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError

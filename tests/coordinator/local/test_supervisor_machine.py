@@ -248,4 +248,4 @@ class SupervisorMachine(RuleBasedStateMachine):
 
 TestSupervisor = SupervisorMachine.TestCase
 TestSupervisor.__doc__ = "One process a task, restarts within their budget and in time, and a stop ends all in order."
-TestSupervisor.settings = search(150, 50)
+TestSupervisor.settings = search(80, 50)

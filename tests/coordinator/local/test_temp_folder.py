@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import until
 from tests.faults.support import gone
+from tests.waiting import until
 
 from pscluster.coordinator.local import temp_folder
 from pscluster.coordinator.local.local_cluster import LocalCluster

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.conftest import PATIENCE
+from tests.waiting import PATIENCE
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -20,9 +20,11 @@ from pscluster.coordinator import (
     RemoteValueStatus,
 )
 from pscluster.coordinator.job.context import open_jobs
-from pscluster.coordinator.scheduling import connections, loop
+from pscluster.coordinator.scheduling import call as call_module
+from pscluster.coordinator.scheduling import connections, definitions_cache, loop, recalls, server_watch, worker_link
 from pscluster.coordinator.scheduling import dispatcher as dispatch
-from pscluster.coordinator.scheduling.dispatcher import Call, Dispatcher, ResourceRecipe
+from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placeholder
+from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.scheduler import Scheduler, Task
 from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.scheduling.waiting import Condition
@@ -253,7 +255,9 @@ def straw(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Straw]]:
     def make(workers: int = 1, **more: int) -> Straw:
         straw = Straw(workers, **more)
         by_peer = {worker.peer: worker for worker in straw.workers}
-        monkeypatch.setattr(dispatch, "WorkerConnection", lambda peer, take, _d: StrawConnection(by_peer[peer], take))
+        monkeypatch.setattr(
+            worker_link, "WorkerConnection", lambda peer, take, _d: StrawConnection(by_peer[peer], take)
+        )
         made.append(straw)
         return straw
 
@@ -261,7 +265,7 @@ def straw(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Straw]]:
         pass
 
     monkeypatch.setattr(dispatch, "end_job", no_end)
-    monkeypatch.setattr(dispatch, "LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(worker_link, "LEAVE_SECONDS", 0.0)
     yield make
     for each in made:
         loop.run(each.dispatcher.close("the test is over"), PATIENCE)
@@ -369,14 +373,14 @@ def test_only_a_worker_without_any_function_steals(straw: Callable[..., Straw]) 
             cluster.schedule()
         await until(lambda: all(len(cluster.state(index)) == 2 for index in range(2)))
         for index in range(2):
-            await until(lambda index: cluster.dispatcher._links[index].hungry, index)
-            cluster.dispatcher._consider_stealing(index)
-        assert cluster.dispatcher._links[0].hungry
+            await until(lambda index: cluster.dispatcher._scheduler.workers[index].idle, index)
+            cluster.dispatcher._recalls.consider_stealing(index)
+        assert cluster.dispatcher._scheduler.workers[0].idle
         idle = second.last
         second.last.tell(Outcome.DONE, *cluster.state(1))
-        await until(lambda: not cluster.state(1) and cluster.dispatcher._links[1].hungry)
+        await until(lambda: not cluster.state(1) and cluster.dispatcher._scheduler.workers[1].idle)
         assert first.last.recalls == []
-        cluster.dispatcher._consider_stealing(1)
+        cluster.dispatcher._recalls.consider_stealing(1)
         await until(lambda: first.last.recalls)
         ((place,),) = first.last.recalls
         stolen = cluster.state(0)[1]
@@ -392,7 +396,7 @@ def test_arguments_too_large_for_a_message_are_refused(
     straw: Callable[..., Straw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By `schedule`, or as that function's error where it is another's result that makes them so."""
-    monkeypatch.setattr(dispatch, "MAX_INLINE_BYTES", 1 << 20)
+    monkeypatch.setattr(call_module, "MAX_INLINE_BYTES", 1 << 20)
     cluster = straw()
     (worker,) = cluster.workers
     function = capture(nothing)
@@ -404,7 +408,7 @@ def test_arguments_too_large_for_a_message_are_refused(
             (argument,),
             {},
             into=step.arguments,
-            remote=lambda leaf, _: dispatch.placeholder("x") if isinstance(leaf, RemoteValue) else None,
+            remote=lambda leaf, _: placeholder("x") if isinstance(leaf, RemoteValue) else None,
         )
         return Call(function, weakref.ref(value), step.arguments, [], dict(waiting)), value
 
@@ -429,7 +433,7 @@ def test_a_worker_forgets_functions_that_were_not_used_for_longest(
     straw: Callable[..., Straw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a script makes a new function for every call, its workers do not grow."""
-    monkeypatch.setattr(dispatch, "MAX_DEFINITIONS", 4)
+    monkeypatch.setattr(definitions_cache, "MAX_DEFINITIONS", 4)
     cluster = straw()
     (worker,) = cluster.workers
     functions = [capture(functools.partial(abs, number)) for number in range(20)]
@@ -446,7 +450,7 @@ def test_a_worker_forgets_functions_that_were_not_used_for_longest(
                 await until(lambda number: number in worker.last.functions, number)
                 worker.last.tell(Outcome.DONE, number)
         await until(lambda: not cluster.state(0))
-        known = cluster.dispatcher._links[0].known
+        known = cluster.dispatcher._workers[0].known
         assert often.digest in known
         assert often.digest not in worker.last.forgotten
         assert len(known) <= 4
@@ -482,7 +486,7 @@ def test_servers_are_told_again_of_ended_functions(
     straw: Callable[..., Straw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that fails, with whatever error of ours, does not end the telling, and is made good by the next."""
-    monkeypatch.setattr(dispatch, "FINISH_SECONDS", 0.0)
+    monkeypatch.setattr(server_watch, "FINISH_SECONDS", 0.0)
     cluster = straw(servers=1)
     (server,) = cluster.servers
     (worker,) = cluster.workers
@@ -537,7 +541,7 @@ def test_a_function_that_is_ended_and_goes_on(straw: Callable[..., Straw], how: 
         scheduler.workers[0].seconds = 1e-6
         value = cluster.schedule(timeout=1e-9 if how == "timeout" else None)
         await until(lambda: worker.last.functions == [1])
-        scheduler.begin_cut("a cut")
+        scheduler.begin_barrier("a cut")
         if how == "cancel":
             assert dispatcher.cancel([value], None) == 1
         await until(lambda: value.status is not RemoteValueStatus.NOT_READY)
@@ -545,10 +549,10 @@ def test_a_function_that_is_ended_and_goes_on(straw: Callable[..., Straw], how: 
         await settled()
         assert worker.last.recalls[0] == [1]
         assert not dispatcher.done()
-        assert not scheduler.take_cut("a cut"), "an update of it may still be applied"
+        assert not scheduler.take_barrier("a cut"), "an update of it may still be applied"
         cluster.servers[1].may_shut_out.set()
-        await until(scheduler.take_cut, "a cut")
-        scheduler.end_cut("a cut")
+        await until(scheduler.take_barrier, "a cut")
+        scheduler.end_barrier("a cut")
         if how == "timeout":
             with pytest.raises(FunctionTimeoutError):
                 dispatcher.done()
@@ -732,19 +736,20 @@ def test_ctrl_c_in_schedule_loses_no_wake_up(straw: Callable[..., Straw]) -> Non
     dispatcher = cluster.dispatcher
 
     async def interrupted(attribute: str, name: str) -> None:
-        real = getattr(dispatcher, attribute)
-        setattr(dispatcher, attribute, Interrupted(real, name))
+        owner = dispatcher if attribute == "_scheduler" else dispatcher._state
+        real = getattr(owner, attribute)
+        setattr(owner, attribute, Interrupted(real, name))
         with pytest.raises(KeyboardInterrupt):
             cluster.schedule()
-        setattr(dispatcher, attribute, real)
+        setattr(owner, attribute, real)
 
     async def scenario() -> None:
         await cluster.start()
-        await until(lambda: dispatcher._links[0].hungry)
+        await until(lambda: dispatcher._scheduler.workers[0].idle)
         await interrupted("_scheduler", "add")
         cluster.schedule()
         await until(lambda: worker.last.functions == [1])
-        await interrupted("_loop", "call_soon_threadsafe")  # the worker is busy: the loop is to be woken
+        await interrupted("loop", "call_soon_threadsafe")  # the worker is busy: the loop is to be woken
         cluster.schedule()
         worker.last.tell(Outcome.DONE, 1)
         await until(lambda: worker.last.functions == [1, 2])
@@ -762,7 +767,7 @@ def test_ctrl_c_while_a_function_is_handed_over(straw: Callable[..., Straw]) -> 
     async def scenario() -> None:
         await cluster.start()
         for number, name in enumerate(("offer", "place", "give"), 1):
-            await until(lambda: dispatcher._links[0].hungry)
+            await until(lambda: dispatcher._scheduler.workers[0].idle)
             scheduler, values = dispatcher._scheduler, list[RemoteValue]()
             dispatcher._scheduler = Interrupted(scheduler, name)  # type: ignore[assignment]
             with pytest.raises(KeyboardInterrupt):
@@ -786,7 +791,7 @@ def test_what_is_scheduled_behind_an_error_is_not_asked_back(straw: Callable[...
     async def scenario() -> None:
         await cluster.start()
         cluster.schedule()
-        await until(lambda: worker.last.functions == [1] and cluster.dispatcher._links[0].hungry)
+        await until(lambda: worker.last.functions == [1] and cluster.dispatcher._scheduler.workers[0].idle)
         failure = Outcome(function=1, kind=Outcome.FAILED)
         worker.last._take(worker.last, [failure])
         with pytest.raises(FunctionError):
@@ -818,14 +823,15 @@ def test_schedule_and_join_do_not_enter_the_condition(straw: Callable[..., Straw
         def __enter__(self) -> bool:
             raise AssertionError("entered on a user's thread")
 
-    dispatcher = cluster.dispatcher
-    dispatcher._changed, real = NotEntered(dispatcher._lock), dispatcher._changed
+    dispatcher, state = cluster.dispatcher, cluster.dispatcher._state
+    real = state.changed
+    state.changed = dispatcher._changed = NotEntered(state.lock)
     try:
         assert dispatcher.done()
         dispatcher.join(0.0)
         cluster.schedule()
     finally:
-        dispatcher._changed = real
+        state.changed = dispatcher._changed = real
 
 
 def test_a_refused_coordinator_does_not_end_anybodys_job(
@@ -890,7 +896,7 @@ def test_who_looked_in_vain_for_something_to_take_over_looks_again(
     straw: Callable[..., Straw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While another one's recall was under way, of which nothing is left for it."""
-    monkeypatch.setattr(dispatch, "STEAL_SECONDS", 0.001)
+    monkeypatch.setattr(recalls, "STEAL_SECONDS", 0.001)
     answered = asyncio.Event()
     recall = StrawConnection.recall
 
@@ -900,10 +906,10 @@ def test_who_looked_in_vain_for_something_to_take_over_looks_again(
 
     monkeypatch.setattr(StrawConnection, "recall", slowly)
     cluster, looked = straw(3), list[int]()
-    look = cluster.dispatcher._consider_stealing
+    look = cluster.dispatcher._recalls.consider_stealing
     monkeypatch.setattr(
-        cluster.dispatcher,
-        "_consider_stealing",
+        cluster.dispatcher._recalls,
+        "consider_stealing",
         lambda index: (looked.append(index), look(index)),  # type: ignore[func-returns-value]
     )
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Everywhere, Gate, leave_mark, marks, until, wait_for_file
+from tests.conftest import NUM_WORKERS, Everywhere, Gate, leave_mark, marks, wait_for_file
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Gate, in_one_process, leave_mark, marks, until, wait_for_file
+from tests.conftest import NUM_WORKERS, Gate, in_one_process, leave_mark, marks, wait_for_file
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,

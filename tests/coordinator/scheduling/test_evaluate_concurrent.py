@@ -13,18 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import (
-    NUM_WORKERS,
-    PATIENCE,
-    Everywhere,
-    Gate,
-    in_one_process,
-    leave_mark,
-    marks,
-    until,
-    wait_for_file,
-)
+from tests.conftest import NUM_WORKERS, Everywhere, Gate, in_one_process, leave_mark, marks, wait_for_file
 from tests.coordinator.scheduling.test_evaluate import Examples
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     Checkpoint,
@@ -376,7 +367,7 @@ def test_one_cut_at_a_time(
         return (table.numpy(),)
 
     with (
-        coordinator._dispatcher.paused(PATIENCE),
+        coordinator._dispatcher.barrier(PATIENCE),
         ThreadPoolExecutor(1) as pool,
         pytest.raises(
             errors.WaitTimeoutError, match=r"after 0\.\d+ s another checkpoint, or other copies of variables"

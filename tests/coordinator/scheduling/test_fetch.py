@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE, Gate, wait_for_file
+from tests.conftest import Gate, wait_for_file
+from tests.waiting import PATIENCE
 
 from pscluster.coordinator import (
     ClusterCoordinator,

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Gate, leave_mark, marks, run_cluster, until, wait_for_file
+from tests.conftest import NUM_WORKERS, Gate, leave_mark, marks, run_cluster, wait_for_file
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     CheckpointManager,

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from tests.conftest import search
 
 from pscluster.coordinator.scheduling.scheduler import (
     MAX_BATCH_BYTES,
     MAX_WINDOW,
     STOP_SECONDS,
+    Ending,
     Late,
     Scheduler,
     State,
@@ -37,7 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.queue: list[Task[str]] = []
         self.blocked: list[Task[str]] = []
         self.sent: list[list[Task[str]]] = [[] for _ in range(WORKERS)]
-        self.limbo: list[list[Task[str]]] = [[] for _ in range(WORKERS)]
+        self.orphaned: list[list[Task[str]]] = [[] for _ in range(WORKERS)]
         self.up = [False] * WORKERS
         self.ended: dict[Task[str], State] = {}
         self.started: dict[Task[str], int] = {}  # how often it counts as started
@@ -52,45 +53,47 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.front: list[tuple[Task[str], int, float] | None] = [None] * WORKERS  # what it has first, and since when
         self.asked: list[Task[str] | None] = [None] * WORKERS
         self.begun: set[Task[str]] = set()  # an attempt that did not end it may have changed something
-        self.cuts: list[str] = []
-        self.last_cut = 0
-        self.cutter: str | None = None
+        self.barriers: list[str] = []
+        self.last_barrier = 0
+        self.barrier_owner: str | None = None
 
     def queued(self) -> list[Task[str]]:
         """What may be sent, in order: while somebody makes a cut, only what has begun."""
         begun = [task for task in self.queue if task in self.begun]
-        return begun if self.cuts else begun + [task for task in self.queue if task not in self.begun]
+        return begun if self.barriers else begun + [task for task in self.queue if task not in self.begun]
 
     # Cuts
 
     @rule()
-    def begin_cut(self) -> None:
-        self.last_cut += 1
-        cut = f"cut {self.last_cut}"
-        self.scheduler.begin_cut(cut)
-        self.cuts.append(cut)
+    def begin_barrier(self) -> None:
+        self.last_barrier += 1
+        cut = f"cut {self.last_barrier}"
+        self.scheduler.begin_barrier(cut)
+        self.barriers.append(cut)
 
-    @precondition(lambda self: self.cuts)
+    @precondition(lambda self: self.barriers)
     @rule(data=st.data())
-    def take_cut(self, data: st.DataObject) -> None:
-        cut = data.draw(st.sampled_from(self.cuts))
+    def take_barrier(self, data: st.DataObject) -> None:
+        cut = data.draw(st.sampled_from(self.barriers))
         half = self.executing() or any(task in self.begun for task in self.queue)
-        taken = self.scheduler.take_cut(cut)
-        assert taken == (not half and self.cutter in (None, cut)), "it holds no half of a function, and is one's own"
+        taken = self.scheduler.take_barrier(cut)
+        assert taken == (not half and self.barrier_owner in (None, cut)), (
+            "it holds no half of a function, and is one's own"
+        )
         if taken:
-            self.cutter = cut
+            self.barrier_owner = cut
 
-    @precondition(lambda self: self.cuts)
+    @precondition(lambda self: self.barriers)
     @rule(data=st.data())
-    def end_cut(self, data: st.DataObject) -> None:
-        cut = data.draw(st.sampled_from(self.cuts))
-        self.scheduler.end_cut(cut)
-        self.cuts.remove(cut)
-        self.cutter = None if self.cutter == cut else self.cutter
+    def end_barrier(self, data: st.DataObject) -> None:
+        cut = data.draw(st.sampled_from(self.barriers))
+        self.scheduler.end_barrier(cut)
+        self.barriers.remove(cut)
+        self.barrier_owner = None if self.barrier_owner == cut else self.barrier_owner
 
     def executing(self) -> bool:
         """Could anything still change anything?"""
-        return any(self.sent) or any(self.limbo) or bool(self.landing)
+        return any(self.sent) or any(self.orphaned) or bool(self.landing)
 
     # What the model does with an error
 
@@ -120,11 +123,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         target=tasks,
         blockers=st.sampled_from([0, 0, 0, 1, 2]),
         size=st.sampled_from([1, 1, MAX_BATCH_BYTES // 2]),
-        apart=st.sampled_from([False, False, True]),
+        isolated=st.sampled_from([False, False, True]),
         timeout=st.sampled_from([None, 1.0]),
+        retries=st.sampled_from([0, 0, 1, 3]),
+        data_retries=st.sampled_from([0, 0, 2]),
+        key=st.integers(0, 3),
     )
-    def add(self, blockers: int, size: int, apart: bool, timeout: float | None) -> Task[str]:
-        task = Task(f"payload {len(self.all)}", blockers, size, apart=apart, timeout=timeout)
+    def add(
+        self, blockers: int, size: int, isolated: bool, timeout: float | None, retries: int, data_retries: int, key: int
+    ) -> Task[str]:
+        in_use = any(task.key == key for task in self.all if task not in self.ended)
+        assert self.scheduler.is_scheduled(key) == (in_use and key > 0), "a key is free again when its task has ended"
+        task = Task(
+            f"payload {len(self.all)}",
+            blockers,
+            size,
+            isolated=isolated,
+            timeout=timeout,
+            retries=retries,
+            data_retries=data_retries,
+            key=0 if in_use else key,
+        )
         self.scheduler.add(task)
         self.all.append(task)
         assert task.id == len(self.all), "ids rise from 1 in the order of add"
@@ -156,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         chosen = data.draw(st.sets(st.sampled_from(self.all))) if self.all else set()
         waiting = [task for task in self.queue + self.blocked if task in chosen]
-        left = [task for held in (*self.sent, *self.limbo) for task in held if task in chosen]
+        left = [task for held in (*self.sent, *self.orphaned) for task in held if task in chosen]
         cancelled, to_shut_out = self.scheduler.cancel(chosen)
         assert same(cancelled, waiting + left)
         assert same(to_shut_out, left)
@@ -165,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index in range(WORKERS):
             self.strays[index] += [task for task in self.sent[index] if task in chosen]
             self.sent[index] = [task for task in self.sent[index] if task not in chosen]
-            self.limbo[index] = [task for task in self.limbo[index] if task not in chosen]
+            self.orphaned[index] = [task for task in self.orphaned[index] if task not in chosen]
         self.landing.update(left)
         self.end(waiting + left, State.CANCELLED)
 
@@ -191,12 +210,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not data.draw(st.sampled_from(outcomes))(), "nobody waits for it"
         self.strays[index].remove(task)
 
-    @rule(index=workers, seconds=st.sampled_from([0.0, 0.6, STOP_SECONDS + 1]), again=st.booleans(), data=st.data())
-    def late(self, index: int, seconds: float, again: bool, data: st.DataObject) -> None:
+    def may_retry(self, task: Task[str], data_unread: bool = False) -> bool:
+        """Does it have a retry left, and does anybody want it to run again?"""
+        retries = max(task.retries, task.data_retries) if data_unread else task.retries
+        return task.failures < retries and self.error is None and task not in self.withdrawn
+
+    @rule(index=workers, seconds=st.sampled_from([0.0, 0.6, STOP_SECONDS + 1]), data=st.data())
+    def late(self, index: int, seconds: float, data: st.DataObject) -> None:
         self.now += seconds
         sent = self.sent[index]
         reached = data.draw(st.sampled_from([sent[0].position, sent[0].position - 1])) if sent else 0
-        late = self.scheduler.late(index, reached, self.now, lambda _: again)
+        late = self.scheduler.late(index, reached, self.now)
         if not sent or sent[0].position > reached:
             assert late is None
             return
@@ -210,7 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             front = self.front[index] = (task, task.position, self.now)
         if task.timeout is None or (over := self.now - front[2] - task.timeout) < 0:
             expected = None
-        elif not again:
+        elif not self.may_retry(task):
             expected = Late.END
         elif self.asked[index] is not task:
             expected, self.asked[index] = Late.ASK, task
@@ -232,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert failed is task
             self.end([task], State.FAILED)
-            assert same(cancelled, [] if task.apart else self.first_error(error))
+            assert same(cancelled, [] if task.isolated else self.first_error(error))
 
     @rule()
     def doubt(self) -> None:
@@ -252,7 +276,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers)
     def worker_up(self, index: int) -> None:
-        if not self.up[index] and not self.limbo[index]:
+        if not self.up[index] and not self.orphaned[index]:
             self.scheduler.worker_up(index)
             self.up[index] = True
             self.front[index] = self.asked[index] = None
@@ -291,8 +315,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers, data=st.data())
     def fail(self, index: int, data: st.DataObject) -> None:
-        if (task := self.one_sent(index, data)) is None:
-            return
+        if (task := self.one_sent(index, data)) is not None:
+            self.failed(index, task)
+
+    def failed(self, index: int, task: Task[str]) -> None:
         error = ValueError(task.payload)
         failed, cancelled = self.scheduler.fail(index, task.id, error)
         self.sent[index].remove(task)
@@ -302,7 +328,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert failed is task
             self.end([task], State.FAILED)
-            assert same(cancelled, [] if task.apart else self.first_error(error))
+            assert same(cancelled, [] if task.isolated else self.first_error(error))
+
+    @rule(index=workers, stopped=st.booleans(), data_unread=st.booleans(), data=st.data())
+    def ended_badly(self, index: int, stopped: bool, data_unread: bool, data: st.DataObject) -> None:
+        if (task := self.one_sent(index, data)) is None:
+            return
+        may, before = self.may_retry(task, data_unread), task.failures
+        ending = self.scheduler.ended_badly(index, task, stopped=stopped, data_unread=data_unread)
+        if stopped and (self.asked[index] is not task or self.error is not None):
+            assert ending is Ending.CANCELLED
+            self.sent[index].remove(task)
+            self.end([task], State.CANCELLED)
+            return
+        assert ending is (Ending.AGAIN if may else Ending.FAILED)
+        assert task.failures == before + may, "each retry is counted"
+        if may:
+            self.again(index, task)
+        else:
+            self.failed(index, task)
 
     @rule(index=workers, data=st.data())
     def cancelled(self, index: int, data: st.DataObject) -> None:
@@ -335,22 +379,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(index=workers, data=st.data())
     def run_again(self, index: int, data: st.DataObject) -> None:
         if (task := self.one_sent(index, data)) is not None:
-            cancelled = self.scheduler.run_again(index, [task.id])
-            self.sent[index].remove(task)
-            self.asked[index] = None if self.asked[index] is task else self.asked[index]
-            self.started[task] -= 1  # its owner counts these
-            self.begun.add(task)
-            assert same(cancelled, self.back_to_queue([task]))
+            self.again(index, task)
+
+    def again(self, index: int, task: Task[str]) -> None:
+        cancelled = self.scheduler.run_again(index, [task.id])
+        self.sent[index].remove(task)
+        self.asked[index] = None if self.asked[index] is task else self.asked[index]
+        self.started[task] -= 1  # these are failures of it
+        self.begun.add(task)
+        assert same(cancelled, self.back_to_queue([task]))
 
     @rule(index=workers)
     def lose(self, index: int) -> None:
-        assert self.scheduler.lose(index) == bool(self.sent[index] or self.limbo[index])
+        assert self.scheduler.lose(index) == bool(self.sent[index] or self.orphaned[index])
         for task in self.sent[index][1:]:
             self.started[task] -= 1  # a worker runs its functions in order
-        self.limbo[index] += self.sent[index]
-        self.begun.update(self.limbo[index])
+        self.orphaned[index] += self.sent[index]
+        self.begun.update(self.orphaned[index])
         self.sent[index], self.strays[index] = [], []
         self.up[index] = False
+        assert not self.scheduler.workers[index].idle
 
     @rule(index=workers)
     def requeue(self, index: int) -> None:
@@ -358,14 +406,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         exhausted = RuntimeError("all attempts are spent")
         failed, cancelled = self.scheduler.requeue(index, exhausted)
-        tasks, self.limbo[index] = self.limbo[index], []
+        tasks, self.orphaned[index] = self.orphaned[index], []
         spent = [task for task in tasks if self.started[task] >= MAX_ATTEMPTS]
         expected = self.back_to_queue([task for task in tasks if task not in spent])
         for task in spent:
             if self.error is None and task not in self.withdrawn:
                 assert failed.pop(0) is task
                 self.end([task], State.FAILED)
-                expected += [] if task.apart else self.first_error(exhausted)
+                expected += [] if task.isolated else self.first_error(exhausted)
             else:
                 self.end([task], State.CANCELLED)
                 expected.append(task)
@@ -378,7 +426,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cancelled = self.scheduler.abort(error, final=final)
         expected: list[Task[str]] = []
         if final:
-            expected, self.limbo = [task for limbo in self.limbo for task in limbo], [[] for _ in range(WORKERS)]
+            expected = [task for orphaned in self.orphaned for task in orphaned]
+            self.orphaned = [[] for _ in range(WORKERS)]
             self.end(expected, State.CANCELLED)
         if self.error is None or (final and not self.final):
             expected += self.first_error(error)
@@ -399,6 +448,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 0 < len(tasks) < len(held)
             assert list(tasks) == held[-len(tasks) :], "the later ones: what it runs is the first"
 
+    @rule(index=workers, idle=st.booleans(), leaving=st.booleans(), recalled=st.booleans())
+    def writer(self, index: int, idle: bool, leaving: bool, recalled: bool) -> None:
+        worker = self.scheduler.workers[index]
+        worker.idle, worker.leaving, worker.recalled = idle and self.up[index], leaving, recalled
+
+    @rule()
+    def choose(self) -> None:
+        workers = self.scheduler.workers
+        free = [i for i in range(WORKERS) if workers[i].idle and not workers[i].leaving and not self.has(i)]
+        idle, count = [i for i in range(WORKERS) if workers[i].idle], self.scheduler.queued
+        woken = self.scheduler.to_wake()
+        assert len(woken) == len(set(woken))
+        assert woken == idle if len(free) < count else len(woken) == count and set(woken) <= set(free)
+        chosen = [self.scheduler.next_free() for _ in range(len(free) or 1)]
+        assert same_numbers(chosen, free or [None]), "each in turn"
+
+    @rule(index=workers)
+    def steal_for(self, index: int) -> None:
+        found, stealer = self.scheduler.to_steal(), self.scheduler.workers[index]
+        may = found is not None and not self.scheduler.workers[found[0]].recalled
+        assert self.scheduler.steal_for(index) == (found if may and stealer.idle and not self.has(index) else None)
+
+    def has(self, index: int) -> bool:
+        """Does the worker run anything?"""
+        return bool(self.sent[index] or self.strays[index])
+
     # What always holds
 
     @invariant()
@@ -413,7 +488,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert all(task.begun == (task in self.begun) for task in self.all)
         assert scheduler.waiting == len(self.queue) + len(self.blocked)
-        assert scheduler.in_flight == sum(map(len, self.sent)) + sum(map(len, self.limbo)) + len(self.landing)
+        assert scheduler.in_flight == sum(map(len, self.sent)) + sum(map(len, self.orphaned)) + len(self.landing)
         assert scheduler.idle == (len(self.ended) == len(self.all) and not self.landing)
         assert scheduler.is_shutting_out == bool(self.landing)
         assert list(scheduler.strays) == [(i, task) for i in range(WORKERS) for task in self.strays[i]]
@@ -422,7 +497,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             State.QUEUED: self.queue,
             State.BLOCKED: self.blocked,
             State.SENT: [task for sent in self.sent for task in sent],
-            State.LIMBO: [task for limbo in self.limbo for task in limbo],
+            State.ORPHANED: [task for orphaned in self.orphaned for task in orphaned],
         }
         for state, tasks in places.items():
             assert all(task.state is state for task in tasks)
@@ -444,18 +519,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.blocked.remove(task)
             self.queue.append(task)
         self.worker_up(0)
-        if self.cuts and self.cutter is None and self.queue:  # a cut can be made, since what has begun is run
+        # A cut can be made, since what has begun is run.
+        if self.barriers and self.barrier_owner is None and self.queue:
             while any(task in self.begun for task in self.queue):
                 self.take(0)
                 for task in list(self.sent[0]):
                     self.finish_one(task)
-            self.cutter = self.cuts[0]
-            assert self.scheduler.take_cut(self.cutter)
+            self.barrier_owner = self.barriers[0]
+            assert self.scheduler.take_barrier(self.barrier_owner)
             self.everything_holds()
             assert self.scheduler.take(0) == [], "nothing is sent while it is held"
-        for cut in list(self.cuts):
-            self.scheduler.end_cut(cut)
-        self.cuts, self.cutter = [], None
+        for cut in list(self.barriers):
+            self.scheduler.end_barrier(cut)
+        self.barriers, self.barrier_owner = [], None
         while self.queue:
             self.take(0)
             for task in list(self.sent[0]):
@@ -470,6 +546,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.end([task], State.DONE)
 
 
+def same_numbers(found: Sequence[int | None], expected: Sequence[int | None]) -> bool:
+    """The same ones, in any order."""
+    return sorted(map(str, found)) == sorted(map(str, expected))
+
+
 def same(found: Sequence[Task[str]], expected: Sequence[Task[str]]) -> bool:
     """The same tasks, in any order, none twice."""
     return sorted(task.id for task in found) == sorted(task.id for task in expected)
@@ -479,7 +560,7 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.__doc__ = (
     "Nothing is lost, nothing is in two places, the order is kept, the first error wins once; no cut has a half."
 )
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestScheduler.settings = search(100, 60)
 
 
 def scheduler_with(
@@ -596,3 +677,48 @@ def test_a_worker_of_unknown_speed_gets_one_function() -> None:
     scheduler.requeue(0)
     scheduler.worker_up(0)
     assert len(scheduler.take(0)) == 1
+
+
+def test_one_has_the_queue_to_itself() -> None:
+    """While somebody schedules exclusively, nobody else does; a full queue takes nothing from anybody."""
+    scheduler: Scheduler[int] = Scheduler(1, 1, max_queued=2)
+    assert scheduler.may_add("me")
+    assert scheduler.begin_exclusive("me")
+    assert not scheduler.begin_exclusive("other")
+    assert scheduler.may_add("me")
+    assert not scheduler.may_add("other")
+    scheduler.end_exclusive("other")
+    assert not scheduler.may_add("other"), "it was not its to end"
+    scheduler.end_exclusive("me")
+    assert scheduler.may_add("other")
+    for number in range(2):
+        scheduler.add(Task(number))
+    assert not scheduler.may_add("other")
+
+
+def test_keys_of_what_has_not_ended_are_not_forgotten() -> None:
+    """A key is told to the servers with the number of its task or later, once."""
+    scheduler, _ = scheduler_with(0)
+    task = Task(1, key=7)
+    scheduler.add(task)
+    assert scheduler.forget([7, 8]) == {8}
+    assert scheduler.take(0) == [task]
+    scheduler.finish(0, task.id, 1.0)
+    assert scheduler.forget([7]) == {7}
+    assert scheduler.take_ended() == ([task.id], {7, 8})
+    assert scheduler.take_ended() == ([], set())
+
+
+def test_a_lost_worker_tells_what_it_was_asked_to_stop() -> None:
+    """What ran too long and did not stop costs its worker, and is known for it until it is queued again."""
+    scheduler, (task,) = scheduler_with(1)
+    task.timeout, task.retries = 1.0, 1
+    scheduler.take(0)
+    assert [scheduler.late(0, 1, now) for now in (0.0, 1.0, 1.5)] == [None, Late.ASK, None]
+    assert scheduler.late(0, 1, 2.0 + STOP_SECONDS) is Late.GIVE_UP
+    scheduler.lose(0)
+    assert scheduler.was_asked_to_stop(0) is task
+    assert scheduler.retry(task)
+    assert scheduler.requeue(0) == ([], [])
+    assert scheduler.was_asked_to_stop(0) is None
+    assert not scheduler.retry(task), "that was its only retry"

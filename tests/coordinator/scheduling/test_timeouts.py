@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import NUM_WORKERS, PATIENCE, Gate, until, wait_for_file
+from tests.conftest import NUM_WORKERS, Gate, wait_for_file
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, RemoteValueStatus, Variable, errors
 from pscluster.coordinator.scheduling import scheduler
@@ -95,7 +96,7 @@ def test_one_that_does_not_stop(coordinator: ClusterCoordinator, counter: Variab
     with pytest.raises(errors.FunctionTimeoutError):
         coordinator.join(PATIENCE)
     assert coordinator.explain().count("stubborn has ended, and still runs there") == NUM_WORKERS
-    looks = coordinator._dispatcher.look().workers
+    looks = coordinator._dispatcher.stats().workers
     assert [(look.has, look.running.rpartition(".")[2]) for look in looks] == [(1, "stubborn")] * NUM_WORKERS
     waits = coordinator.schedule(lambda: 3)
     with pytest.raises(errors.WaitTimeoutError):

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from rich.console import Console
-from tests.conftest import NUM_WORKERS, PATIENCE, until
+from tests.conftest import NUM_WORKERS
 from tests.faults.steps import die_once, first_time, note
 from tests.faults.support import running_job
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,

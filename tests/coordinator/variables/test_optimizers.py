@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.conftest import PATIENCE
+from tests.waiting import PATIENCE
 
 from pscluster.coordinator import (
     ClusterCoordinator,

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.conftest import NUM_PS, NUM_WORKERS, PATIENCE
+from tests.conftest import NUM_PS, NUM_WORKERS
+from tests.waiting import PATIENCE
 
 from pscluster.coordinator import (
     ClusterCoordinator,

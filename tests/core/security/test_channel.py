@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.conftest import PATIENCE, until
 from tests.faults.proxy import Proxy
+from tests.waiting import PATIENCE, until
 
 from pscluster.core.errors import KIND_METADATA, AuthenticationError, UnavailableError, from_rpc
 from pscluster.core.ids import make_identity

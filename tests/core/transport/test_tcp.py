@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE, until
+from tests.waiting import PATIENCE, until
 
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.ids import make_identity

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import PATIENCE
+from tests.waiting import PATIENCE
 
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.security.refusals import OTHER_USER, address_of

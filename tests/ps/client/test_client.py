@@ -11,7 +11,8 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE, OpenCall
+from tests.conftest import OpenCall
+from tests.waiting import PATIENCE
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.errors import PSUnavailableError, UnavailableError
@@ -19,7 +20,7 @@ from pscluster.core.ids import make_identity
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import pack
 from pscluster.core.transport.grpc_streams import QueuedStream
-from pscluster.ps.client import client as client_module
+from pscluster.ps.client import exchanges
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.connections import Server, Session
 from pscluster.ps.client.watchdog import Liveness
@@ -73,13 +74,13 @@ def client() -> Iterator[PsClient]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The client's clock."""
     clock = Clock()
-    monkeypatch.setattr(client_module, "time", clock)
+    monkeypatch.setattr(exchanges, "time", clock)
     return clock
 
 
 def retry(client: PsClient, server: StrawServer, attempt: Callable[[], Any]) -> Any:
     """What the client does with an attempt."""
-    return client._retrying(cast(Server, server), attempt)
+    return client._exchanges.retrying(cast(Server, server), attempt)
 
 
 def test_a_long_transfer_that_breaks_off_is_repeated(client: PsClient, clock: Clock) -> None:
@@ -211,7 +212,7 @@ def test_an_error_is_raised_when_all_servers_are_done(client: PsClient) -> None:
         ended.append("the second server's")
 
     with pytest.raises(ValueError, match="the first server's"):
-        client._on_each({0: fail, 1: go_on})
+        client._exchanges.on_each({0: fail, 1: go_on})
     assert ended == ["the second server's"]
 
 

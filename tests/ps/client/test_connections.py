@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.conftest import PATIENCE
-from tests.faults.support import connections_to, until
+from tests.faults.support import connections_to
+from tests.waiting import PATIENCE, until
 
 from pscluster.coordinator.api import LocalCluster
 from pscluster.core.errors import UnavailableError

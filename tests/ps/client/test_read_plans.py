@@ -9,7 +9,8 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import OpenCall, until
+from tests.conftest import OpenCall
+from tests.waiting import until
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.errors import StaleError

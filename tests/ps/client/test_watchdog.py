@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from tests.conftest import until
+from tests.waiting import until
 
 from pscluster.core.errors import UnavailableError
 from pscluster.ps.client.watchdog import LOOK_SECONDS, Exchange, Liveness, SilentError, Verdict

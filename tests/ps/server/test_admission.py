@@ -11,7 +11,8 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import OpenCall, grpc_server, until
+from tests.conftest import OpenCall, grpc_server
+from tests.waiting import until
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.core.errors import PSUnavailableError, UnavailableError, from_rpc

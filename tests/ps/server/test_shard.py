@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.conftest import search
 
 from pscluster.core.transport.frames import Buffer, padding, view
 from pscluster.ps import optim
@@ -216,7 +216,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
 TestSnapshot = SnapshotMachine.TestCase
 TestSnapshot.__doc__ = "Whatever updates come between its chunks, a snapshot gives the value at one moment."
-TestSnapshot.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestSnapshot.settings = search(80, 40)
 
 
 JOB = 7
@@ -386,7 +386,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.__doc__ = "A read through the store is, shard by shard, the value at one moment; the values are NumPy's."
-TestStore.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestStore.settings = search(60, 40)
 
 
 def test_a_read_under_real_threads_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:

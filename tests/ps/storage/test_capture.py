@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from tests.conftest import search
 from tests.ps.storage.support import CHUNK, JOB, Client, declare, declare_rule, dense, rows, small_blocks
 
 from pscluster.ps.server.shard import Shard
@@ -166,7 +166,7 @@ class CaptureMachine(RuleBasedStateMachine):
 
 TestCapture = CaptureMachine.TestCase
 TestCapture.__doc__ = "Whatever comes between its blocks, a capture gives all arrays as they were at one moment."
-TestCapture.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCapture.settings = search(75, 40)
 
 
 class Interrupted(dict[str, memoryview]):

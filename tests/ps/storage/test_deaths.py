@@ -25,8 +25,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.conftest import OpenCall, search, until
+from tests.conftest import OpenCall, search
 from tests.ps.storage.support import NEVER, killed, padded, values_of
+from tests.waiting import until
 
 from pscluster.core.errors import ConfigurationError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.ids import make_identity
@@ -763,4 +764,4 @@ class ServerMachine(RuleBasedStateMachine):
 
 TestServer = ServerMachine.TestCase
 TestServer.__doc__ = "What was acknowledged is there, as its durability says, and nothing is applied twice."
-TestServer.settings = settings(search(40, 30), suppress_health_check=list(HealthCheck))
+TestServer.settings = settings(search(25, 30), suppress_health_check=list(HealthCheck))

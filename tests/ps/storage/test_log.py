@@ -18,7 +18,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from tests.conftest import PATIENCE, until
 from tests.ps.storage import support
 from tests.ps.storage.support import (
     FIRST,
@@ -44,6 +43,7 @@ from tests.ps.storage.support import (
     scalar,
     values_of,
 )
+from tests.waiting import PATIENCE, until
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.ps.server import updates

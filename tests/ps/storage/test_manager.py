@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import PATIENCE, until
 from tests.ps.storage.support import (
     JOB,
     LINEAGE,
@@ -35,6 +34,7 @@ from tests.ps.storage.support import (
     small_blocks,
     values_of,
 )
+from tests.waiting import PATIENCE, until
 
 from pscluster.core.errors import MisuseError, PsClusterError, StaleError, UnavailableError
 from pscluster.ps.request_metrics import ServiceCounts

@@ -25,7 +25,7 @@ from pscluster.ps.storage.manager import Keeper
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 
 ROOT = Path(__file__).resolve().parents[3]
-TRIALS = 60
+TRIALS = 30
 
 SCRIPT = """
 import os, sys

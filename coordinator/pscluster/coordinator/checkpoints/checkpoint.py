@@ -114,7 +114,7 @@ class Checkpoint(StaysHere):
     def _paused(self) -> contextlib.AbstractContextManager[None]:
         """No function runs within the block."""
         dispatcher = self.context.dispatcher
-        return contextlib.nullcontext() if dispatcher is None else dispatcher.paused(self.barrier_timeout)
+        return contextlib.nullcontext() if dispatcher is None else dispatcher.barrier(self.barrier_timeout)
 
     def write(self, path: str) -> str:
         """Save to this directory, which every server must see under the same path; the path.

@@ -20,7 +20,6 @@ from pscluster.coordinator.job.settings import set_process_options
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.core.cluster.spec import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
-from pscluster.core.fault_points import arm
 from pscluster.core.role.lifecycle import on_parents_death
 from pscluster.core.role.options import RoleOptions, expect_type, options_of_environ, role_options
 from pscluster.core.role.process import complain, configure_logging, log_options, main_of, tune_allocator
@@ -52,7 +51,6 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
     set_process_options(options)
     configure_logging(name, options.log_level, options.log_format)
     tune_allocator()
-    arm(role)
     stopped: list[signal.Signals] = []
     in_script, has_ended = False, False
     unfinished = 0  # the signal that came before the script had ended

@@ -12,7 +12,7 @@ from typing import Any
 
 from pscluster.coordinator.observability.events import Event, Observed, Series
 from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
-from pscluster.coordinator.scheduling.dispatcher import Look, WorkerLook
+from pscluster.coordinator.scheduling.queue_stats import QueueStats, WorkerStats
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 
@@ -65,7 +65,7 @@ class Seen:
     memory_bytes: int
     ended: bool
     connected: bool
-    look: Look | None  # None: there is no ClusterCoordinator yet
+    look: QueueStats | None  # None: there is no ClusterCoordinator yet
     servers: Sequence[ServerLook]
     workers: Sequence[PeerAddress]
     replies: Mapping[str, node_pb2.StatusReply]  # by task, of those that answered
@@ -211,7 +211,7 @@ def _workers(seen: Seen, stories: Mapping[str, list[Json]]) -> list[Json]:
 
 
 def _state_of_worker(
-    look: WorkerLook | None, reply: node_pb2.StatusReply | None, silent: bool, exit_: str | None
+    look: WorkerStats | None, reply: node_pb2.StatusReply | None, silent: bool, exit_: str | None
 ) -> tuple[str, str]:
     if look is None:
         return (reply.state, "ok") if reply is not None else ("does not answer", "warn") if silent else ("", "ok")
@@ -224,7 +224,7 @@ def _state_of_worker(
     return ("working", "ok") if look.has else ("idle", "ok")
 
 
-def _slower(look: WorkerLook, workers: Sequence[WorkerLook]) -> float | None:
+def _slower(look: WorkerStats, workers: Sequence[WorkerStats]) -> float | None:
     """How many times as long its functions take as the others', by their median; None: nobody can say."""
     others = [each.seconds for each in workers if each is not look and each.up and each.seconds]
     if not look.up or not look.seconds or not others:

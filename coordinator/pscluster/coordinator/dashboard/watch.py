@@ -141,7 +141,7 @@ class Watch:
             coordinator=context.request.coordinator.name,
             memory_bytes=resident_bytes(),
             ended=self._ended,
-            look=None if dispatcher is None else dispatcher.look(),
+            look=None if dispatcher is None else dispatcher.stats(),
             connected=context.connected,
             servers=[ServerLook(peer, gone.get(peer, 0.0)) for peer in context.tasks if peer.role == "ps"],
             workers=[peer for peer in context.tasks if peer.role == "worker"],

@@ -192,7 +192,7 @@ class Position:
 class Endings(Protocol):
     """Where functions end: the dispatcher."""
 
-    def at_once(self, look: Callable[[], T]) -> T:
+    def atomically(self, look: Callable[[], T]) -> T:
         """Return what it gives while no function begins or ends."""
         ...
 
@@ -274,7 +274,7 @@ class Positions:
     def _save(self) -> None:
         positions = self._all()
         # Under the dispatcher's lock, so that a function that has parts of two datasets has ended for both or for none.
-        states = self._endings.at_once(lambda: {name: position.state() for name, position in positions.items()})
+        states = self._endings.atomically(lambda: {name: position.state() for name, position in positions.items()})
         try:
             self._kept.save((self._left or {}) | {name: state for name, (state, _) in states.items()})
         except BaseException:

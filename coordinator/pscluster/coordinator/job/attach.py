@@ -28,7 +28,7 @@ from pscluster.core.cluster.spec import (
     validate_for_strategy,
 )
 from pscluster.core.errors import ConfigurationError, PsClusterError
-from pscluster.core.fault_points import arm, reach
+from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import Trust, asked_for, trust_of
 from pscluster.core.ids import fresh_id, make_identity
 from pscluster.core.role.options import RoleOptions, with_user_token
@@ -66,7 +66,6 @@ def describe_job(
     spec = resolver.cluster_spec()
     validate_for_strategy(spec, resolver.task_type, resolver.task_id)
     options = process_options()
-    arm("chief")
     mine = resolver if isinstance(resolver, LocalCluster) else options
     tls = mine.tls
     if token is None:

@@ -29,7 +29,7 @@ class CoordinatorRole(Role):
         reply.state = "coordinating" if context is not None and context.connected else "waiting for tasks"
         if context is not None and (dispatcher := context.dispatcher) is not None:
             reply.detail = dispatcher.describe()
-            seen = dispatcher.look()
+            seen = dispatcher.stats()
             reply.functions_waiting, reply.functions_running, reply.functions_done = (
                 seen.waiting,
                 seen.in_flight,

@@ -56,7 +56,7 @@ def why_lost(error: BaseException, peer: str) -> PsClusterError:
     return UnavailableError(f"the connection to {peer} has ended: {error}")
 
 
-class Distrust:
+class TlsDiagnosis:
     """Why two sides whose connection was good once can't trust each other any more: a certificate has expired.
 
     Or why a peer refuses for as long as nobody mends it: it lists other servers, or is of another version.
@@ -68,7 +68,7 @@ class Distrust:
         self._refusal = ""
         self.why = ""
 
-    async def look(self, failure: PsClusterError) -> None:
+    async def diagnose(self, failure: PsClusterError) -> None:
         """Log what it is, once: it is waited for that somebody mends it. Not looked for at each attempt."""
         if isinstance(failure, _TO_BE_MENDED) and str(failure) != self._refusal:
             self._refusal = str(failure)

@@ -21,8 +21,9 @@ from pscluster.coordinator.data.positions import Number, Positions
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.observability import timeline
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
+from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placeholder
 from pscluster.coordinator.scheduling.captured_functions import CapturedFunctions
-from pscluster.coordinator.scheduling.dispatcher import Call, Dispatcher, ResourceRecipe, placeholder
+from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
@@ -433,7 +434,7 @@ class FunctionQueue(StaysHere):
         evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
         deadline = None if timeout is None else time.monotonic() + timeout
         found: list[RemoteValue] = []
-        with self._dispatcher.alone(timeout):
+        with self._dispatcher.exclusive(timeout):
             try:
                 found.extend(self.schedule(evaluate_shard, args=(part,)) for part in dataset.shards(shards))
                 self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -476,11 +477,11 @@ class FunctionQueue(StaysHere):
         tasks: list[Task[Call]] = []
         found: list[RemoteValue] = []
         try:
-            self._dispatcher.at_once(lambda: self._dispatcher.check_no_error(function.name))
+            self._dispatcher.atomically(lambda: self._dispatcher.check_no_error(function.name))
             pins.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
             for part in dataset.shards(shards):
                 result = RemoteValue(function.name, self._resolve_handle, self)
-                call = Call(function, weakref.ref(result), apart=True)
+                call = Call(function, weakref.ref(result), isolated=True)
                 self._encode(call, (part,), {})
                 found.append(result)
                 tasks.append(self._dispatcher.submit(call, left=left()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+
+CANCEL_SECONDS = 0.1
+"""After so long a task that goes on is cancelled again."""
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
@@ -56,3 +59,24 @@ def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     except BaseException:
         future.cancel()
         raise
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks until they have ended.
+
+    Once is not enough: grpc.aio forgets a cancellation that comes at the moment of a call's reply.
+    """
+    pending, cancelled = set(tasks), None
+    while pending:
+        for task in pending:
+            task.cancel()
+        try:
+            await asyncio.wait(pending, timeout=CANCEL_SECONDS)
+        except asyncio.CancelledError as error:  # of this very call: but first things first
+            cancelled = error
+        for task in [task for task in pending if task.done()]:
+            pending.remove(task)
+            if not task.cancelled():
+                task.exception()  # it has been seen
+    if cancelled is not None:
+        raise cancelled

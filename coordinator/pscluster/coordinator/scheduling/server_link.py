@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from pscluster.coordinator.scheduling.connections import (
     LOST_CONNECTION,
     RETRY_WAIT,
     AioChannel,
-    Distrust,
+    TlsDiagnosis,
     why_lost,
 )
 from pscluster.core.errors import (
@@ -84,7 +84,7 @@ class ServerAttachment:
         self._ps = Stub(self._channel, PS_SERVICE)
         # Channels with a certificate that was renewed since, by the task that closes each.
         self._retired: dict[asyncio.Task[None], AioChannel] = {}
-        self._distrust = Distrust(peer)
+        self._diagnosis = TlsDiagnosis(peer)
         self._attached: Any = None
         self._watching: asyncio.Task[PSUnavailableError] | None = None
         self.over = False  # the job is being ended: that the server goes is no news
@@ -109,7 +109,7 @@ class ServerAttachment:
         except grpc.RpcError as error:
             # Not by way of a variable: the error and this frame would hold each other, 20 KiB at every attempt.
             failure = from_rpc(error, str(self.peer))
-            await self._distrust.look(failure)
+            await self._diagnosis.diagnose(failure)
             raise self._why(failure) from None
         if event is grpc.aio.EOF:
             raise UnavailableError(f"{self.peer} ended the attachment")
@@ -216,7 +216,7 @@ class ServerAttachment:
             await asyncio.sleep(_CHECK_SECONDS)
 
     def _lost(self, why: object) -> PSUnavailableError:
-        found = self.peer.why_gone() or self._distrust.why or why
+        found = self.peer.why_gone() or self._diagnosis.why or why
         return PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {found}")
 
     def _tell_unlisted(self, worker: node_pb2.Identity) -> None:
@@ -295,3 +295,13 @@ def out_of_reach(servers: Iterable[ServerAttachment]) -> dict[PeerAddress, float
     """Those that are, and for how many seconds."""
     now = time.monotonic()
     return {server.peer: now - since for server in servers if (since := server.gone_since)}
+
+
+def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rising numbers as [start, stop) of those that follow one another."""
+    at = 0
+    while at < len(numbers):
+        start = at
+        while at < len(numbers) and numbers[at] - numbers[start] == at - start:
+            at += 1
+        yield numbers[start], numbers[start] + at - start

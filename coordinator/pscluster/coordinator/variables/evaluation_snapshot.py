@@ -90,7 +90,7 @@ class Pins:
             copy.id, copy.name = number, self._prefix + spec.name
             copies.append((spec.id, copy))
         self._made = True
-        with dispatcher.paused(round(max(deadline - time.monotonic(), 0.0), 3)):
+        with dispatcher.barrier(round(max(deadline - time.monotonic(), 0.0), 3)):
             reach("coordinator.pin.before")
             client.copy_variables(copies, optimizers)
             reach("coordinator.pin.after")

@@ -20,7 +20,7 @@ _ERRORS = (
 EVERYWHERE: dict[str, frozenset[str]] = {
     "pscluster.core.context": frozenset(("experimental_get_current_worker_index",)),
     "pscluster.core.errors": frozenset(_ERRORS),
-    "pscluster.ps.client.client": frozenset(("Traffic",)),  # what `strategy.traffic()` gives
+    "pscluster.ps.client.exchanges": frozenset(("Traffic",)),  # what `strategy.traffic()` gives
     "pscluster.ps.initializers": frozenset(
         (
             *("Initializer", "Zeros", "Ones", "Constant", "RandomUniform", "RandomNormal", "TruncatedNormal"),

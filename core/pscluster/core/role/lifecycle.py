@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable
 
-from pscluster.core import fault_points
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.role.process import configure_logging, tune_allocator
 
@@ -71,7 +70,6 @@ def run_role(
     """
     configure_logging(f"{role_name}/{index}", options.log_level, options.log_format)
     tune_allocator()
-    fault_points.arm(role_name)
     stop = StopRequest()
     stop.on_signals()
     if options.exit_with_parent:

@@ -12,7 +12,6 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pscluster.core import fault_points
 from pscluster.core.cluster.spec import is_loopback, is_on_this_machine, split_address
 from pscluster.core.limits import MAX_MESSAGE_BYTES, connections, raise_descriptor_limit, server_options
 from pscluster.core.metrics.exposition import MetricsServer
@@ -126,9 +125,6 @@ class RoleServer:
         gates = list(interceptors)
         if admission is not None:
             gates.append(AdmissionInterceptor(admission))  # strangers are refused before they are counted
-        if (faults := fault_points.armed()) is not None:
-            for each in (interceptors, gates):  # last: what is lost is a request of the method's own
-                each.append(faults.interceptor())
         largest = MAX_MESSAGE_BYTES if admission is None else admission.message_bytes
         self._server = grpc.server(
             ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc"),

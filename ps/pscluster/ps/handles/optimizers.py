@@ -20,7 +20,8 @@ from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.functions.definitions import capture
 from pscluster.core.values.handles import Handle
 from pscluster.ps import optim
-from pscluster.ps.client.client import PsClient, UpdatePart
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.updates import UpdatePart
 from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import Array, IndexedSlices, JoinedVariable, SlotVariable, Variable, gradient_of
 from pscluster.ps.optim.schedules import LearningRateSchedule

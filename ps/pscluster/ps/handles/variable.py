@@ -27,8 +27,10 @@ from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, Shar
 from pscluster.core.transport.frames import view
 from pscluster.core.values import describe, map_structure
 from pscluster.core.values.handles import Handle
-from pscluster.ps.client.client import PsClient, ReadPart, UpdatePart
+from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import WholeVariable
+from pscluster.ps.client.reads import ReadPart
+from pscluster.ps.client.updates import UpdatePart
 from pscluster.ps.handles.operators import Arithmetic
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, current_creator
 from pscluster.ps.optim import compute_dtype, deduplicate

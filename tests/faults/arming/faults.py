@@ -1,5 +1,7 @@
 """Faults that are armed: what they are, when they strike, and the interceptor that lets them strike at calls.
 
+The folder of this module in PYTHONPATH arms, in every Python process, what its environment names (`environment`):
+
     PSCLUSTER_FAULTS="ps.log.after=kill@3;worker/rpc:/pscluster.v1.Node/Attach=lose_response@1"
 
 A fault is `[ROLE/]TARGET=ACTION[:SECONDS][@N]`; several are parted by semicolons.
@@ -31,6 +33,7 @@ call, and is lost together with the stream.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -38,7 +41,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,11 +49,16 @@ from typing import Any, NoReturn
 import grpc
 from grpc_health.v1 import health_pb2
 
+from pscluster.core import fault_points
 from pscluster.core.errors import ConfigurationError, UnavailableError
-from pscluster.core.fault_points import POINTS, VARIABLE
+from pscluster.core.fault_points import POINTS
+from pscluster.core.transport.tcp.server import DataServer
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
+
+VARIABLE = "PSCLUSTER_FAULTS"
+FOLDER_VARIABLE = "PSCLUSTER_FAULTS_DIR"
 
 POINT_ACTIONS = ("kill", "stop", "delay", "abort")
 CALL_KINDS = ("lose_request", "lose_response", "duplicate", "delay", "twice", "at_once")
@@ -139,9 +147,6 @@ class Faults:
         self._of_file: list[Fault] = []
         if self._folder is not None and not self._folder.is_dir():
             raise ConfigurationError(f"PSCLUSTER_FAULTS_DIR is {folder!r}, which is no directory: make it first")
-        logger.warning(
-            "FAULTS ARE ARMED: this process is going to fail on purpose (%s: %s)", VARIABLE, text or "as a file says"
-        )
 
     def _all(self) -> list[Fault]:
         """Under the lock."""
@@ -194,12 +199,8 @@ class Faults:
         if self._folder is not None:
             self._leave(f"ended-{fault.name}", how)
 
-    def interceptor(self) -> grpc.ServerInterceptor:
-        """For a server, behind the one that asks for the token."""
-        return FaultInterceptor(self)
-
     def reach(self, point: str) -> None:
-        """See `fault_points.reach`. UnavailableError where that is the fault."""
+        """Strike at a point, see `fault_points.on_reach`. UnavailableError where that is the fault."""
         assert point in POINTS, f"the fault point {point!r} is not in the table"
         fault = self.due(point)
         if fault is None:
@@ -212,6 +213,41 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
             if fault.action == "kill":
                 signal.pause()  # it comes at the end of the system call, or a moment later
+
+
+def environment(folder: Path | None = None, text: str = "") -> dict[str, str]:
+    """Return the variables of a process in which these faults are armed: of the text, and of a file in the folder."""
+    here = Path(__file__).resolve().parent
+    path = [str(here), str(here.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {VARIABLE: text, FOLDER_VARIABLE: str(folder or ""), "PYTHONPATH": os.pathsep.join(path)}
+
+
+def arm(environ: Mapping[str, str] = os.environ) -> None:
+    """Arm what the environment names, if it names anything, in this process, whose role TF_CONFIG tells.
+
+    Raises:
+        ConfigurationError: what it says is no fault, or names a point or a call that does not exist.
+    """
+    if VARIABLE not in environ and FOLDER_VARIABLE not in environ:
+        return
+    task = json.loads(environ.get("TF_CONFIG") or "{}").get("task") or {}
+    faults = Faults(task.get("type", "chief"), environ.get(VARIABLE, ""), environ.get(FOLDER_VARIABLE, ""))
+    fault_points.on_reach = faults.reach
+    # Last on every server that is made: what is lost is a request of the method's own, and not one that was refused.
+    make: Any = grpc.server
+    begin = DataServer.__init__
+
+    def server(*args: Any, interceptors: Sequence[grpc.ServerInterceptor] = (), **named: Any) -> grpc.Server:
+        made: grpc.Server = make(*args, interceptors=[*interceptors, FaultInterceptor(faults)], **named)
+        return made
+
+    def data_server(
+        self: DataServer, listener: Any, handlers: Any, interceptors: Sequence[Any], *rest: Any, **named: Any
+    ) -> None:
+        begin(self, listener, handlers, [*interceptors, FaultInterceptor(faults)], *rest, **named)
+
+    grpc.server = server  # type: ignore[assignment]
+    DataServer.__init__ = data_server  # type: ignore[method-assign]
 
 
 class _AbortedError(Exception):
@@ -272,7 +308,7 @@ def _deliver_copy(
 
 
 class FaultInterceptor(grpc.ServerInterceptor):
-    """Lets armed faults strike at calls. In a server's place only where faults are armed."""
+    """Lets armed faults strike at calls."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults

@@ -1,0 +1,258 @@
+"""How the queue and the workers are at a moment: as figures, and in words."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pscluster.coordinator.scheduling.server_link import out_of_reach
+from pscluster.coordinator.scheduling.state import DispatchState
+from pscluster.core.metrics.registry import Snapshot
+from pscluster.core.transport.channels import PeerAddress
+
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 60.0
+"""When nothing has come back from any worker for so long, the log says what is waited for: once, until that changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """A worker, as the coordinator sees it at a moment."""
+
+    peer: PeerAddress
+    up: bool
+    why: str  # it is not
+    incarnation: int
+    restarts: int  # how often it came back; -1: it has not been there yet
+    has: int  # functions that it runs, or that wait there
+    running: str  # the name of the first of these
+    quiet: float  # seconds since something came or went
+    outcomes: int  # functions that came back, also unbegun
+    done: int
+    seconds: float | None  # that a function takes, smoothed
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """The queue and the workers at a moment."""
+
+    waiting: int
+    oldest: float  # seconds since the next of these was scheduled
+    in_flight: int
+    scheduled: int  # ever
+    done: int
+    failed: int
+    retried: int
+    cancelled: int
+    paused: bool
+    error: str  # that nobody has been told of yet; "": none
+    workers: Sequence[WorkerStats]
+
+
+class QueueStatus:
+    """Says what waits for whom."""
+
+    def __init__(self, state: DispatchState) -> None:
+        self._state, self._scheduler = state, state.scheduler
+
+    def pending(self) -> str:
+        """The error that waits to be raised, and for what; or ""."""
+        with self._state.lock:
+            return self.describe_error()
+
+    def stranded(self, seconds: float) -> str:
+        """Why nothing that has begun ends: no worker has been there for so long. Empty: it may, or nothing has."""
+        away = time.monotonic() - self._state.no_worker_since
+        if self._state.workers_up or away < seconds:
+            return ""
+        with self._state.lock:
+            unended = self.unended()
+        return f"no worker has been there for {away:.0f} s, and {unended}" if unended else ""
+
+    def counts(self) -> tuple[int, int]:
+        """(waiting, in flight)."""
+        with self._state.lock:
+            return self._scheduler.waiting, self._scheduler.in_flight
+
+    def figures(self) -> Snapshot:
+        """The queue's, the workers' and the servers'; see `CoordinatorTelemetry`."""
+        stats = self.stats()
+        workers = {str(worker.peer.index): worker for worker in stats.workers}
+        return {
+            "queue_functions": stats.waiting,
+            "queue_age_seconds": stats.oldest,
+            "functions_scheduled_total": stats.scheduled,
+            "functions_running": stats.in_flight,
+            "functions_done_total": stats.done,
+            "functions_failed_total": stats.failed,
+            "functions_cancelled_total": stats.cancelled,
+            "worker_up": {number: int(worker.up) for number, worker in workers.items()},
+            "worker_functions": {number: worker.has for number, worker in workers.items()},
+            "worker_function_seconds": {number: worker.seconds or 0.0 for number, worker in workers.items()},
+            "worker_outcomes_total": {number: worker.outcomes for number, worker in workers.items()},
+            "worker_reconnects_total": {number: max(worker.restarts, 0) for number, worker in workers.items()},
+            "server_up": {str(server.peer.index): int(not server.gone_since) for server in self._state.servers},
+            "server_returns_total": {str(server.peer.index): server.returns for server in self._state.servers},
+        }
+
+    def missing(self) -> list[str]:
+        """Tasks that are not there."""
+        workers = [str(handle.peer) for handle in self._state.workers if not handle.up]
+        return [*map(str, out_of_reach(self._state.servers)), *workers]
+
+    def stats(self) -> QueueStats:
+        """How all is now. Takes a moment for each worker, whatever is queued."""
+        now = time.monotonic()
+        with self._state.lock:
+            scheduler, oldest = self._scheduler, self._scheduler.next_one
+            workers = []
+            for handle, worker in zip(self._state.workers, scheduler.workers, strict=True):
+                # What has ended and goes on keeps it busy, too.
+                first = next(itertools.chain(worker.strays.values(), worker.sent.values()), None)
+                workers.append(
+                    WorkerStats(
+                        handle.peer,
+                        handle.up,
+                        handle.why,
+                        0 if handle.connection is None else handle.connection.incarnation,
+                        handle.restarts,
+                        len(worker.strays) + len(worker.sent),
+                        "" if first is None else first.payload.function.name,
+                        now - handle.heard if handle.heard else 0.0,
+                        handle.outcomes,
+                        worker.done,
+                        worker.seconds,
+                    )
+                )
+            return QueueStats(
+                scheduler.waiting,
+                0.0 if oldest is None else now - oldest.since,
+                scheduler.in_flight,
+                scheduler.entered,
+                self.functions_done,
+                scheduler.failed,
+                self._state.counts.retried_failed + self._state.counts.retried_lost,
+                scheduler.were_cancelled,
+                bool(scheduler.barriers),
+                "" if scheduler.error is None else str(scheduler.error).partition("\n\n")[0],
+                workers,
+            )
+
+    def explain(self) -> str:
+        """Lines for people: what waits for whom, and since when."""
+        now = time.monotonic()
+        with self._state.lock:
+            lines = [self.describe_locked()]
+            for index, handle in enumerate(self._state.workers):
+                tasks = list(self._scheduler.workers[index].sent.values())
+                if tasks:
+                    others = f", {len(tasks) - 1} more behind it" if len(tasks) > 1 else ""
+                    name = tasks[0].payload.function.name
+                    lines.append(f"{handle.peer}: {name}{others}; nothing came or went for {now - handle.heard:.0f} s")
+                for task in self._scheduler.workers[index].strays.values():
+                    name = task.payload.function.name
+                    lines.append(
+                        f"{handle.peer}: {name} has ended, and still runs there: until it stops nothing else does"
+                    )
+                if not tasks and not handle.up:
+                    lines.append(f"{handle.peer}: not there: {handle.why}")
+            if self._scheduler.barriers:
+                what = "a checkpoint, or copies of variables, are made: meanwhile no function begins"
+                unended = self.unended()
+                lines.append(f"{what}; {unended}" if unended else what)
+        lines += [
+            f"{peer}: unreachable for {seconds:.0f} s: reads and updates there wait for it"
+            for peer, seconds in out_of_reach(self._state.servers).items()
+        ]
+        return "\n".join(lines)
+
+    def describe(self) -> str:
+        """A line for people: what waits, what runs, which workers are missing."""
+        with self._state.lock:
+            return self.describe_locked()
+
+    @property
+    def functions_done(self) -> int:
+        """How many have returned. Takes no lock."""
+        return sum(worker.done for worker in self._scheduler.workers)
+
+    def describe_error(self) -> str:
+        """Return what `pending` does. Under the lock."""
+        error = self._scheduler.error
+        if error is None:
+            return ""
+        head = str(error).partition("\n\n")[0]
+        if self._scheduler.final or not self._scheduler.in_flight:
+            return f"the next call raises: {head}"
+        return (
+            f"an error waits to be raised until all that runs has stopped ({self.unended()}): {head}; "
+            "RemoteValue.cancel() or coordinator.cancel() ends what does not stop"
+        )
+
+    def running(self) -> str:
+        """Under the lock: what the workers have, by name."""
+        found = [
+            f"{task.payload.function.name} on {handle.peer}"
+            for index, handle in enumerate(self._state.workers)
+            for task in self._scheduler.workers[index].sent.values()
+        ]
+        return _listed(found)
+
+    def unended(self) -> str:
+        """Under the lock: what has begun and not ended, by name; and who is missing, where that is why."""
+        begun = [task for worker in self._scheduler.workers for task in worker.orphaned] + self._scheduler.begun
+        found = [f"{task.payload.function.name}, begun on {self._state.workers[task.begun_on].peer}" for task in begun]
+        told = [f"functions still run: {running}"] if (running := self.running()) else []
+        if self._scheduler.is_shutting_out:
+            told.append("parameter servers are told to refuse what functions that were ended still update")
+        if found:
+            told.append(f"functions that were cut short wait to be run again: {_listed(found)} ({self.who_is_up()})")
+        return "; ".join(told)
+
+    def who_is_up(self) -> str:
+        """Say how many workers are there, and which are missing."""
+        missing = [f"{handle.peer} ({handle.why})" for handle in self._state.workers if not handle.up]
+        workers = f"{self._state.workers_up} of {len(self._state.workers)} workers up"
+        if missing:
+            workers += f", missing: {', '.join(missing)}"
+        return workers
+
+    def describe_locked(self) -> str:
+        """Return what `describe` does. Under the lock."""
+        if self._state.closed:
+            return "the job is over: nothing waits, and nothing runs"
+        workers = self.who_is_up()
+        waiting = self._scheduler.waiting
+        noun = "function" if waiting == 1 else "functions"
+        line = f"{waiting} {noun} waiting, {self._scheduler.in_flight} with workers; {workers}"
+        return f"{line}; {pending}" if (pending := self.describe_error()) else line
+
+    async def warn_when_quiet(self) -> None:
+        """Log what is waited for, where nothing comes back."""
+        said = ""
+        while True:
+            await asyncio.sleep(QUIET_SECONDS)
+            with self._state.lock:
+                busy = self._scheduler.in_flight > 0 or self._scheduler.waiting > 0
+                state = (
+                    f"{self.describe_locked()}; {self.running()}; {[handle.heard for handle in self._state.workers]}"
+                )
+            # What stays as it is is said once.
+            if (
+                state != said
+                and busy
+                and time.monotonic() - max(handle.heard for handle in self._state.workers) >= QUIET_SECONDS
+            ):
+                said = state
+                logger.warning("nothing has come back for %g s:\n%s", QUIET_SECONDS, self.explain())
+
+
+def _listed(found: Sequence[str]) -> str:
+    """What there is several times once, with its number."""
+    return ", ".join(name if count == 1 else f"{count} times {name}" for name, count in Counter(found).items())

@@ -1,1 +1,0 @@
-"""Faults for tests."""
