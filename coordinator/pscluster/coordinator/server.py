@@ -10,7 +10,8 @@ else:
 from __future__ import annotations
 
 from pscluster.coordinator.job.settings import process_options
-from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, TFConfigClusterResolver
+from pscluster.core.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
+from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.role.lifecycle import run_role
 from pscluster.core.role.listening import listen_address

@@ -20,13 +20,8 @@ from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.coordinator.variables.evaluation_snapshot import prefix_of
 from pscluster.coordinator.variables.placement import Placer
-from pscluster.core.cluster.spec import (
-    ClusterResolver,
-    ClusterSpec,
-    is_loopback,
-    is_on_this_machine,
-    validate_for_strategy,
-)
+from pscluster.core.cluster.resolvers import ClusterResolver
+from pscluster.core.cluster.spec import ClusterSpec, is_loopback, is_on_this_machine, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import Trust, asked_for, trust_of

@@ -24,7 +24,8 @@ from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
 from pscluster.coordinator.scheduling.server_link import ServerAttachment, out_of_reach
 from pscluster.coordinator.variables.creation import VariableCreator
-from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec
+from pscluster.core.cluster.resolvers import ClusterResolver
+from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import MisuseError, PSUnavailableError
 from pscluster.core.metrics.exposition import MetricsServer
 from pscluster.core.role.options import RoleOptions

@@ -72,7 +72,8 @@ from pscluster.coordinator.local.supervisor import (
     task_name,
 )
 from pscluster.coordinator.local.temp_folder import OwnFolder, folder_for_sockets
-from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, Task, TFConfig, is_loopback
+from pscluster.core.cluster.resolvers import ClusterResolver
+from pscluster.core.cluster.spec import ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
 from pscluster.core.functions.policy import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
 from pscluster.core.role.options import (
