@@ -20,7 +20,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.core.errors import PSUnavailableError
-from pscluster.core.role.server import DATA_PORT_VARIABLE
+from pscluster.core.role.options import DATA_PORT_VARIABLE
 from pscluster.ps.spec import SESSION_BYTES
 
 

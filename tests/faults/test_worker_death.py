@@ -19,7 +19,7 @@ from tests.waiting import until
 
 from pscluster.coordinator.api import RemoteValueStatus, Variable, experimental_get_current_worker_index
 from pscluster.core.errors import CancelledError, FunctionError
-from pscluster.core.role.server import DATA_PORT_VARIABLE
+from pscluster.core.role.options import DATA_PORT_VARIABLE
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from tests.waiting import until
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.limits import MAX_METADATA
 from pscluster.core.role.open_health import PATH
-from pscluster.core.role.server import RoleOptions
+from pscluster.core.role.options import RoleOptions
 from pscluster.core.security.tokens import MIN_BITS, strength
 from pscluster.core.transport.methods import Method, methods
 
@@ -372,8 +372,9 @@ def test_insecure(tmp_path: Path) -> None:
     launcher = tmp_path / "launcher.py"
     launcher.write_text(
         "import sys\n"
-        "from pscluster.core.role import server as serving\n"
-        "serving.is_on_this_machine = lambda address: False\n"
+        "from pscluster.core.role import listening, options, server\n"
+        "for module in (listening, options, server):\n"
+        "    module.is_on_this_machine = lambda address: False\n"
         "from pscluster.ps.server.main import main\n"
         "main()\n"
     )

@@ -19,7 +19,8 @@ from tests.waiting import until
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.metrics import exposition
 from pscluster.core.metrics.exposition import MetricsServer
-from pscluster.core.role.server import RoleOptions, metrics_port_of, options_of_environ, serve_metrics
+from pscluster.core.role.options import RoleOptions, metrics_port_of, options_of_environ
+from pscluster.core.role.server import serve_metrics
 from pscluster.core.security.certificates import make_certificates
 from pscluster.core.security.tls import load_tls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pscluster.core.errors import ConfigurationError, ProtocolError
-from pscluster.core.role.server import RoleOptions
+from pscluster.core.role.options import RoleOptions
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 from pscluster.worker.servers import ServerList

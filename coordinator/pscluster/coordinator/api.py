@@ -22,7 +22,8 @@ from pscluster.coordinator.variables.partitioners import (
     Partitioner,
 )
 from pscluster.core import errors as errors
-from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
+from pscluster.core.cluster.resolvers import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
+from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.context import experimental_get_current_worker_index
 from pscluster.core.ids import VERSION
 from pscluster.ps import initializers as initializers

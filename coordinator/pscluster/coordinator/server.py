@@ -10,9 +10,12 @@ else:
 from __future__ import annotations
 
 from pscluster.coordinator.job.settings import process_options
-from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, TFConfigClusterResolver
+from pscluster.core.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
+from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.role.server import RoleOptions, listen_address, run_role
+from pscluster.core.role.lifecycle import run_role
+from pscluster.core.role.listening import listen_address
+from pscluster.core.role.options import RoleOptions
 from pscluster.core.security.tokens import hide_token
 from pscluster.ps.server.main import bounds_of_environ, durability_options, serve_ps
 from pscluster.worker.main import serve_worker

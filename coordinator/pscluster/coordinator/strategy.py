@@ -15,7 +15,7 @@ from pscluster.coordinator.job.progress import JobProgress
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.variables.placement import placement_table
-from pscluster.core.cluster.spec import ClusterResolver
+from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.errors import MisuseError
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.values.handles import Handle

@@ -14,14 +14,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pscluster.core.cluster.resolvers import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
 from pscluster.core.cluster.spec import (
     JOBS,
-    ClusterResolver,
     ClusterSpec,
-    SimpleClusterResolver,
     Task,
     TFConfig,
-    TFConfigClusterResolver,
     is_loopback,
     is_on_this_machine,
     parse_address,

@@ -26,7 +26,7 @@ from pscluster.coordinator import (
     Variable,
 )
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.role.server import DATA_PORT_VARIABLE, data_port_of
+from pscluster.core.role.options import DATA_PORT_VARIABLE, data_port_of
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.grpc_streams import DirectStream, StreamEndedError
 from pscluster.core.transport.tcp import client as data_client

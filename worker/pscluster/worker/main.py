@@ -12,20 +12,19 @@ from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.ids import make_identity
-from pscluster.core.role.process import main_of
-from pscluster.core.role.server import (
+from pscluster.core.role.lifecycle import StopRequest, run_role
+from pscluster.core.role.listening import listen_address
+from pscluster.core.role.options import (
     RoleOptions,
-    RoleServer,
-    StopRequest,
     choose_serialization,
     data_port_option,
-    listen_address,
     log_serialization,
     own_task,
     role_options,
-    run_role,
     with_user_token,
 )
+from pscluster.core.role.process import main_of
+from pscluster.core.role.server import RoleServer
 from pscluster.core.security.tls import Tls
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.ps.client.client import PsClient

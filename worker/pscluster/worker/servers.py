@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pscluster.core.cluster.spec import split_address, tasks_in_words
 from pscluster.core.errors import ConfigurationError, ProtocolError, PsClusterError
 from pscluster.core.limits import one_line
-from pscluster.core.role.server import RoleOptions
+from pscluster.core.role.options import RoleOptions
 from pscluster.core.sanitize import shown
 from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello
 from pscluster.v1 import node_pb2

@@ -130,7 +130,7 @@ def run_command(
 ) -> None:
     """Run SCRIPT as the coordinator of a local cluster that lives as long as it."""
     from pscluster.coordinator.cli.run import run_script
-    from pscluster.core.role.server import metrics_port_of
+    from pscluster.core.role.options import metrics_port_of
 
     sys.exit(
         run_script(

@@ -39,8 +39,8 @@ from pscluster.coordinator.local.launcher import LAUNCHER_VARIABLE, ReportPipe, 
 from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError, block_until_dead, child_environ
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import DATA_VARIABLE, FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
+from pscluster.core.role.options import METRICS_PORT_VARIABLE
 from pscluster.core.role.process import configure_logging
-from pscluster.core.role.server import METRICS_PORT_VARIABLE
 from pscluster.core.sanitize import shown
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

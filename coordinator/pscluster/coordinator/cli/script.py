@@ -20,8 +20,9 @@ from pscluster.coordinator.job.settings import set_process_options
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.core.cluster.spec import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.role.lifecycle import on_parents_death
+from pscluster.core.role.options import RoleOptions, expect_type, options_of_environ, role_options
 from pscluster.core.role.process import complain, configure_logging, log_options, main_of, tune_allocator
-from pscluster.core.role.server import RoleOptions, expect_type, on_parents_death, options_of_environ, role_options
 from pscluster.core.security.tokens import hide_token
 
 logger = logging.getLogger(__name__)

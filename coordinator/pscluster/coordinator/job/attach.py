@@ -20,18 +20,14 @@ from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.coordinator.variables.evaluation_snapshot import prefix_of
 from pscluster.coordinator.variables.placement import Placer
-from pscluster.core.cluster.spec import (
-    ClusterResolver,
-    ClusterSpec,
-    is_loopback,
-    is_on_this_machine,
-    validate_for_strategy,
-)
+from pscluster.core.cluster.resolvers import ClusterResolver
+from pscluster.core.cluster.spec import ClusterSpec, is_loopback, is_on_this_machine, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import SerializationPolicy, asked_for, policy_of
 from pscluster.core.ids import fresh_id, make_identity
-from pscluster.core.role.server import RoleOptions, serve_metrics, with_user_token
+from pscluster.core.role.options import RoleOptions, with_user_token
+from pscluster.core.role.server import serve_metrics
 from pscluster.core.security.tls import CERTIFICATE, KEY
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.ps.client.client import PsClient

@@ -24,10 +24,12 @@ from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
 from pscluster.coordinator.scheduling.server_link import ServerAttachment, out_of_reach
 from pscluster.coordinator.variables.creation import VariableCreator
-from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec
+from pscluster.core.cluster.resolvers import ClusterResolver
+from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import MisuseError, PSUnavailableError
 from pscluster.core.metrics.exposition import MetricsServer
-from pscluster.core.role.server import RoleOptions, RoleServer
+from pscluster.core.role.options import RoleOptions
+from pscluster.core.role.server import RoleServer
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.core.role.listening import listen_address
 from pscluster.core.role.node import Role
-from pscluster.core.role.server import RoleServer, listen_address
+from pscluster.core.role.server import RoleServer
 from pscluster.core.transport.unix_sockets import SocketTakenError
 from pscluster.v1 import node_pb2
 

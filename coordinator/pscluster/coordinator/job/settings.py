@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pscluster.core.role.server import RoleOptions, options_of_environ
+from pscluster.core.role.options import RoleOptions, options_of_environ
 
 
 @dataclass

@@ -72,17 +72,18 @@ from pscluster.coordinator.local.supervisor import (
     task_name,
 )
 from pscluster.coordinator.local.temp_folder import OwnFolder, folder_for_sockets
-from pscluster.core.cluster.spec import ClusterResolver, ClusterSpec, Task, TFConfig, is_loopback
+from pscluster.core.cluster.resolvers import ClusterResolver
+from pscluster.core.cluster.spec import ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
 from pscluster.core.functions.policy import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
-from pscluster.core.role.process import LOG_FORMATS, LOG_LEVELS
-from pscluster.core.role.server import (
+from pscluster.core.role.options import (
     DATA_PORT_VARIABLE,
     GRACE_SECONDS,
     METRICS_PORT_VARIABLE,
     data_port_of,
     metrics_port_of,
 )
+from pscluster.core.role.process import LOG_FORMATS, LOG_LEVELS
 from pscluster.core.security.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE, Tls, load_tls
 from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
 from pscluster.core.transport.unix_sockets import address_of

@@ -21,7 +21,6 @@ import ipaddress
 import json
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -34,7 +33,7 @@ MAX_INDEX = 999_999
 _T = TypeVar("_T")
 Tasks: TypeAlias = Sequence[str] | Mapping[int, str] | Mapping[str, str]
 
-_VARIABLE = "TF_CONFIG"
+VARIABLE = "TF_CONFIG"
 _MAX_QUOTED = 80
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _IPV6 = re.compile(r"\[([0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?)\]")
@@ -66,7 +65,8 @@ def tasks_in_words(indices: Sequence[int]) -> str:
     return f"{len(indices)} tasks ({', '.join(first[:5])}{', ...' if first[5:] else ''} and {last})"
 
 
-def _job(value: object, key: str) -> str:
+def checked_job(value: object, key: str) -> str:
+    """Return the name of a job. ConfigurationError if there is no such job."""
     if isinstance(value, str) and value in JOBS:
         return value
     word = value[:20] if isinstance(value, str) else ""
@@ -75,7 +75,8 @@ def _job(value: object, key: str) -> str:
     raise _wrong(key, f"is {_quote(value)}", "the jobs are chief, worker, ps and evaluator", right)
 
 
-def _index(value: object, key: str) -> int:
+def checked_index(value: object, key: str) -> int:
+    """Return a task's index as an int. ConfigurationError if it is none."""
     if isinstance(value, str) and re.fullmatch("[0-9]{1,6}", value):
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INDEX:
@@ -83,7 +84,8 @@ def _index(value: object, key: str) -> int:
     raise _wrong(key, f"is {_quote(value)}", f"an index is a whole number from 0 to {MAX_INDEX}", "0")
 
 
-def _rpc_layer(value: object, key: str) -> str:
+def checked_rpc_layer(value: object, key: str) -> str:
+    """Return the RPC layer. ConfigurationError if it is not gRPC."""
     if value == "grpc":
         return "grpc"
     raise _wrong(key, f"is {_quote(value)}", "only gRPC is spoken here", '"grpc", or leave it out')
@@ -239,13 +241,13 @@ def _read_cluster(cluster: object, source: str) -> dict[str, dict[int, str]]:
     jobs: dict[str, dict[int, str]] = {}
     owners: dict[tuple[str, int], str] = {}
     for name, tasks in cluster.items():
-        job = _job(name, f"{source}: a key of cluster")
+        job = checked_job(name, f"{source}: a key of cluster")
         if not isinstance(tasks, list | tuple | Mapping):
             right = '["host0:2222"] or {"0": "host0:2222"}'
             raise _wrong(f"{source}: cluster.{job}", f"is {_quote(tasks)}", "it must list addresses", right)
         read: dict[int, str] = {}
         for given, address in tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks):
-            index = _index(given, f"{source}: an index of cluster.{job}")
+            index = checked_index(given, f"{source}: an index of cluster.{job}")
             key = f"cluster.{job}[{index}]"
             found = f"is {_quote(address)}"
             if not isinstance(address, str):
@@ -263,9 +265,9 @@ def _read_cluster(cluster: object, source: str) -> dict[str, dict[int, str]]:
 
 def _check_task(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
     """Raises ConfigurationError unless the spec has the task. An evaluator need not be in it."""
-    named = spec.source == _VARIABLE
+    named = spec.source == VARIABLE
     type_key = f"{spec.source}: {'task.type' if named else 'task_type'}"
-    _job(task_type, type_key)
+    checked_job(task_type, type_key)
     indices = spec.task_indices(task_type) if task_type in spec.jobs else []
     if not indices and task_type != "evaluator":
         right = f'{{"cluster": {{"{task_type}": ["{task_type}0:2222"]}}}}'
@@ -303,35 +305,38 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     for key, value in pairs:
         if key in found:
             right = f"{{{_quote(key)}: ...}} once"
-            raise _wrong(f"{_VARIABLE}: the key {_quote(key)}", "stands twice", "one object has it once", right)
+            raise _wrong(f"{VARIABLE}: the key {_quote(key)}", "stands twice", "one object has it once", right)
         found[key] = value
     return found
 
 
-def _load(text: str) -> dict[str, object]:
+def load_config(text: str) -> dict[str, object]:
+    """Parse the JSON of TF_CONFIG. ConfigurationError if it is not an object."""
     try:
         config = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as e:
         near = _quote(text[max(0, e.pos - 20) : e.pos + 20])
         found = f"is not JSON at line {e.lineno}, column {e.colno}, near {near}"
-        raise _wrong(f"{_VARIABLE}: the value", found, f"must be ({e.msg})", _BOTH) from None
+        raise _wrong(f"{VARIABLE}: the value", found, f"must be ({e.msg})", _BOTH) from None
     except ConfigurationError:
         raise
     except (ValueError, RecursionError):  # digits or brackets without end
-        raise _wrong(f"{_VARIABLE}: the value", f"is {_quote(text)}", "it can't be read to its end", _BOTH) from None
+        raise _wrong(f"{VARIABLE}: the value", f"is {_quote(text)}", "it can't be read to its end", _BOTH) from None
     if not isinstance(config, dict):
-        raise _wrong(f"{_VARIABLE}: the value", f"is {_quote(config)}", "it must be a JSON object", _BOTH)
+        raise _wrong(f"{VARIABLE}: the value", f"is {_quote(config)}", "it must be a JSON object", _BOTH)
     return config
 
 
 # Keys are read one by one, so that a resolver's property complains of its own only. null counts as left out.
-def _get(config: Mapping[str, object], key: str, check: Callable[[object, str], _T]) -> _T | None:
+def value_in(config: Mapping[str, object], key: str, check: Callable[[object, str], _T]) -> _T | None:
+    """Return the checked value of a key, or None if it is left out."""
     value = config.get(key)
-    return None if value is None else check(value, f"{_VARIABLE}: {key}")
+    return None if value is None else check(value, f"{VARIABLE}: {key}")
 
 
-def _task_in(config: Mapping[str, object]) -> Mapping[str, object]:
-    task = _get(config, "task", _object) or {}
+def task_in(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return what TF_CONFIG says of the task, by keys such as "task.type"."""
+    task = value_in(config, "task", _object) or {}
     return {f"task.{key}": value for key, value in task.items()}
 
 
@@ -341,18 +346,21 @@ def _object(value: object, key: str) -> dict[str, object]:
     raise _wrong(key, f"is {_quote(value)}", "it must be an object", _TASK)
 
 
-def _cluster_in(config: Mapping[str, object]) -> ClusterSpec:
+def cluster_in(config: Mapping[str, object]) -> ClusterSpec:
+    """Return the cluster of TF_CONFIG, empty if it has none."""
     cluster = config.get("cluster")
-    return ClusterSpec({} if cluster is None else cluster, source=_VARIABLE)  # type: ignore[arg-type]  # it checks
+    return ClusterSpec({} if cluster is None else cluster, source=VARIABLE)  # type: ignore[arg-type]  # it checks
 
 
-def _environment_in(config: Mapping[str, object]) -> str:
+def environment_in(config: Mapping[str, object]) -> str:
+    """Return the platform's word in TF_CONFIG, or an empty one."""
     value = config.get("environment")
     return value if isinstance(value, str) else ""  # nothing depends on it, so no value of it is an error
 
 
-def _missing(key: str) -> ConfigurationError:
-    return _wrong(f"{_VARIABLE}: task.{key}", "is missing", "a task has a type and an index", _TASK)
+def missing_key(key: str) -> ConfigurationError:
+    """Make the error of a task without this key."""
+    return _wrong(f"{VARIABLE}: task.{key}", "is missing", "a task has a type and an index", _TASK)
 
 
 @dataclass(frozen=True)
@@ -363,11 +371,11 @@ class Task:
     index: int
 
     def __post_init__(self) -> None:
-        _job(self.type, f"{_VARIABLE}: task.type")
-        object.__setattr__(self, "index", _index(self.index, f"{_VARIABLE}: task.index"))
+        checked_job(self.type, f"{VARIABLE}: task.type")
+        object.__setattr__(self, "index", checked_index(self.index, f"{VARIABLE}: task.index"))
 
 
-_NO_CLUSTER = ClusterSpec({}, source=_VARIABLE)
+_NO_CLUSTER = ClusterSpec({}, source=VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -391,7 +399,7 @@ class TFConfig:
 
     def __post_init__(self) -> None:
         if self.rpc_layer is not None:
-            _rpc_layer(self.rpc_layer, f"{_VARIABLE}: rpc_layer")
+            checked_rpc_layer(self.rpc_layer, f"{VARIABLE}: rpc_layer")
         if self.task is not None:
             _check_task(self.cluster, self.task.type, self.task.index)
 
@@ -402,20 +410,20 @@ class TFConfig:
         Raises:
             ConfigurationError: not JSON, or a value that can't be right in any role.
         """
-        config = _load(text)
-        given, task = _task_in(config), None
+        config = load_config(text)
+        given, task = task_in(config), None
         if given:
-            task_type, index = _get(given, "task.type", _job), _get(given, "task.index", _index)
+            task_type, index = value_in(given, "task.type", checked_job), value_in(given, "task.index", checked_index)
             if task_type is None or index is None:
-                raise _missing("type" if task_type is None else "index")
+                raise missing_key("type" if task_type is None else "index")
             task = Task(task_type, index)
-        layer = _get(config, "rpc_layer", _rpc_layer)
-        return cls(_cluster_in(config), task, layer, _environment_in(config))
+        layer = value_in(config, "rpc_layer", checked_rpc_layer)
+        return cls(cluster_in(config), task, layer, environment_in(config))
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> TFConfig:
         """Reads the variable TF_CONFIG; without one, all is empty. Raises as `parse` does."""
-        return cls.parse(environ.get(_VARIABLE, "{}"))
+        return cls.parse(environ.get(VARIABLE, "{}"))
 
     def to_json(self) -> str:
         """One line of JSON that `parse` reads back as an equal value."""
@@ -424,136 +432,3 @@ class TFConfig:
             fields["task"] = {"type": self.task.type, "index": self.task.index}
         fields |= {"rpc_layer": self.rpc_layer, "environment": self.environment}
         return json.dumps({key: value for key, value in fields.items() if value})
-
-
-class ClusterResolver(ABC):
-    """Tells a strategy which cluster to use and which task of it this process is, as the peer's of that name.
-
-    `task_type`, `task_id` and `rpc_layer` can be set; None is looked up in `_config()` at each access.
-
-    Raises:
-        ConfigurationError: at the setting or the access, if the value is wrong.
-    """
-
-    def __init__(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-        environment: str | None = None,
-    ) -> None:
-        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
-        self._environment = environment
-
-    @abstractmethod
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster as it is now."""
-
-    @abstractmethod
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """A task's address, behind `rpc_layer://` if there is one. For code written for the peer."""
-
-    def _config(self) -> Mapping[str, object]:
-        return {}
-
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process, or None if it isn't known."""
-        own = self._task_type
-        return _get(_task_in(self._config()), "task.type", _job) if own is None else own
-
-    @task_type.setter
-    def task_type(self, value: str | None) -> None:
-        self._task_type = None if value is None else _job(value, f"{type(self).__name__}: task_type")
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job, or None if it isn't known."""
-        own = self._task_id
-        return _get(_task_in(self._config()), "task.index", _index) if own is None else own
-
-    @task_id.setter
-    def task_id(self, value: int | None) -> None:
-        self._task_id = None if value is None else _index(value, f"{type(self).__name__}: task_id")
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The string "grpc" or None; only `master()` tells them apart."""
-        own = self._rpc_layer
-        return _get(self._config(), "rpc_layer", _rpc_layer) if own is None else own
-
-    @rpc_layer.setter
-    def rpc_layer(self, value: str | None) -> None:
-        self._rpc_layer = None if value is None else _rpc_layer(value, f"{type(self).__name__}: rpc_layer")
-
-    @property
-    def environment(self) -> str:
-        """A word of the platform, such as "cloud"; nothing here depends on it."""
-        return _environment_in(self._config()) if self._environment is None else self._environment
-
-    def _url(self, address: str, rpc_layer: str | None) -> str:
-        layer = self.rpc_layer if rpc_layer is None else _rpc_layer(rpc_layer, "rpc_layer")
-        return f"{layer}://{address}" if layer and address else address
-
-
-class TFConfigClusterResolver(ClusterResolver):
-    """Reads TF_CONFIG anew at each access; the constructor's arguments go before it."""
-
-    def _config(self) -> Mapping[str, object]:
-        return _load(os.environ.get(_VARIABLE, "{}"))
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster of TF_CONFIG; empty if it has none. Raises ConfigurationError if it is wrong."""
-        return _cluster_in(self._config())
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """TF_CONFIG's `session_master`; else "" if the cluster has at most one task; else a task's address.
-
-        Raises:
-            ConfigurationError: the task is neither given nor in TF_CONFIG, or is not in the cluster.
-        """
-        session_master = self._config().get("session_master")
-        if isinstance(session_master, str):
-            return session_master
-        spec = self.cluster_spec()
-        if sum(map(spec.num_tasks, spec.jobs)) <= 1:
-            return ""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            raise _missing("type" if task_type is None else "index")
-        return self._url(spec.task_address(task_type, task_id), rpc_layer)
-
-
-class SimpleClusterResolver(ClusterResolver):
-    """Answers with what it was given.
-
-    Raises:
-        TypeError: `cluster_spec` is no ClusterSpec, or `master` no string.
-        ConfigurationError: an unknown task type or RPC layer, or a bad index.
-    """
-
-    def __init__(
-        self,
-        cluster_spec: ClusterSpec,
-        master: str = "",
-        task_type: str | None = None,
-        task_id: int | None = None,
-        environment: str = "",
-        rpc_layer: str | None = None,
-    ) -> None:
-        for name, value, wanted in (("cluster_spec", cluster_spec, ClusterSpec), ("master", master, str)):
-            if not isinstance(value, wanted):
-                raise TypeError(f"{name} must be of type {wanted.__name__}, not {type(value).__name__}")
-        super().__init__(task_type, task_id, rpc_layer, environment)
-        self._cluster_spec, self._master = cluster_spec, master
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The spec given."""
-        return self._cluster_spec
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The task's address if both type and index are given, else the `master` given at the start."""
-        if task_type is None or task_id is None:
-            return self._url(self._master, rpc_layer)
-        return self._url(self._cluster_spec.task_address(task_type, task_id), rpc_layer)

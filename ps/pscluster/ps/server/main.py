@@ -13,20 +13,19 @@ import click
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.fault_points import reach
 from pscluster.core.ids import make_identity
-from pscluster.core.role.process import main_of
-from pscluster.core.role.server import (
+from pscluster.core.role.lifecycle import StopRequest, run_role
+from pscluster.core.role.listening import listen_address
+from pscluster.core.role.options import (
     RoleOptions,
-    RoleServer,
-    StopRequest,
     choose_serialization,
     data_port_option,
-    listen_address,
     log_serialization,
     own_task,
     role_options,
-    run_role,
     with_user_token,
 )
+from pscluster.core.role.process import main_of
+from pscluster.core.role.server import RoleServer
 from pscluster.ps.server.admission import DEFAULT_MIB
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService

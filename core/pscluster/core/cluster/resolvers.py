@@ -1,0 +1,154 @@
+"""Resolvers: what tells a strategy which cluster to use, and which task of it this process is."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from pscluster.core.cluster.spec import (
+    VARIABLE,
+    ClusterSpec,
+    checked_index,
+    checked_job,
+    checked_rpc_layer,
+    cluster_in,
+    environment_in,
+    load_config,
+    missing_key,
+    task_in,
+    value_in,
+)
+
+
+class ClusterResolver(ABC):
+    """Tells a strategy which cluster to use and which task of it this process is, as the peer's of that name.
+
+    `task_type`, `task_id` and `rpc_layer` can be set; None is looked up in `_config()` at each access.
+
+    Raises:
+        ConfigurationError: at the setting or the access, if the value is wrong.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+        self._environment = environment
+
+    @abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as it is now."""
+
+    @abstractmethod
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """A task's address, behind `rpc_layer://` if there is one. For code written for the peer."""
+
+    def _config(self) -> Mapping[str, object]:
+        return {}
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process, or None if it isn't known."""
+        own = self._task_type
+        return value_in(task_in(self._config()), "task.type", checked_job) if own is None else own
+
+    @task_type.setter
+    def task_type(self, value: str | None) -> None:
+        self._task_type = None if value is None else checked_job(value, f"{type(self).__name__}: task_type")
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job, or None if it isn't known."""
+        own = self._task_id
+        return value_in(task_in(self._config()), "task.index", checked_index) if own is None else own
+
+    @task_id.setter
+    def task_id(self, value: int | None) -> None:
+        self._task_id = None if value is None else checked_index(value, f"{type(self).__name__}: task_id")
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The string "grpc" or None; only `master()` tells them apart."""
+        own = self._rpc_layer
+        return value_in(self._config(), "rpc_layer", checked_rpc_layer) if own is None else own
+
+    @rpc_layer.setter
+    def rpc_layer(self, value: str | None) -> None:
+        self._rpc_layer = None if value is None else checked_rpc_layer(value, f"{type(self).__name__}: rpc_layer")
+
+    @property
+    def environment(self) -> str:
+        """A word of the platform, such as "cloud"; nothing here depends on it."""
+        return environment_in(self._config()) if self._environment is None else self._environment
+
+    def _url(self, address: str, rpc_layer: str | None) -> str:
+        layer = self.rpc_layer if rpc_layer is None else checked_rpc_layer(rpc_layer, "rpc_layer")
+        return f"{layer}://{address}" if layer and address else address
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads TF_CONFIG anew at each access; the constructor's arguments go before it."""
+
+    def _config(self) -> Mapping[str, object]:
+        return load_config(os.environ.get(VARIABLE, "{}"))
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster of TF_CONFIG; empty if it has none. Raises ConfigurationError if it is wrong."""
+        return cluster_in(self._config())
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """TF_CONFIG's `session_master`; else "" if the cluster has at most one task; else a task's address.
+
+        Raises:
+            ConfigurationError: the task is neither given nor in TF_CONFIG, or is not in the cluster.
+        """
+        session_master = self._config().get("session_master")
+        if isinstance(session_master, str):
+            return session_master
+        spec = self.cluster_spec()
+        if sum(map(spec.num_tasks, spec.jobs)) <= 1:
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            raise missing_key("type" if task_type is None else "index")
+        return self._url(spec.task_address(task_type, task_id), rpc_layer)
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """Answers with what it was given.
+
+    Raises:
+        TypeError: `cluster_spec` is no ClusterSpec, or `master` no string.
+        ConfigurationError: an unknown task type or RPC layer, or a bad index.
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        rpc_layer: str | None = None,
+    ) -> None:
+        for name, value, wanted in (("cluster_spec", cluster_spec, ClusterSpec), ("master", master, str)):
+            if not isinstance(value, wanted):
+                raise TypeError(f"{name} must be of type {wanted.__name__}, not {type(value).__name__}")
+        super().__init__(task_type, task_id, rpc_layer, environment)
+        self._cluster_spec, self._master = cluster_spec, master
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The spec given."""
+        return self._cluster_spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The task's address if both type and index are given, else the `master` given at the start."""
+        if task_type is None or task_id is None:
+            return self._url(self._master, rpc_layer)
+        return self._url(self._cluster_spec.task_address(task_type, task_id), rpc_layer)

@@ -1,0 +1,297 @@
+"""How a role serves: its options, from the command line and the environment, and its task in TF_CONFIG."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pscluster.core.cluster.spec import Task, TFConfig, is_on_this_machine
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.functions.policy import (
+    add_pickle_options,
+    asked_for,
+    choose,
+    chosen_policy,
+    find_modules,
+    policy_of,
+)
+from pscluster.core.role.open_health import OPEN_HEALTH_VARIABLE
+from pscluster.core.role.process import log_options
+from pscluster.core.security.tls import (
+    AUTHORITIES,
+    CERTIFICATE,
+    INSECURE_VARIABLE,
+    KEY,
+    SERVER_ONLY_VARIABLE,
+    TLS_VARIABLE,
+    Tls,
+    is_set,
+    load_tls,
+    token_for,
+)
+from pscluster.core.security.tokens import create_token_file, hide_token, load_token
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 10.0
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOptions:
+    """How a role serves; see the command line's help for each."""
+
+    bind: str | None = None
+    token: str | None = field(default=None, repr=False)
+    tls: Tls | None = None
+    insecure: bool = False
+    open_health: bool = False
+    until_done: bool = False
+    exit_with_parent: bool = False
+    share_port: bool = False
+    connect_timeout: float = 600.0
+    coordinator_timeout: float = math.inf
+    grace: float = GRACE_SECONDS
+    log_level: str = "INFO"
+    metrics_port: int | None = 0  # None: no metrics are served
+    metrics_host: str = _LOOPBACK
+    data_port: int | None = 0  # None: there is no data plane
+    allow_pickle: bool | None = None
+    functions_from: tuple[str, ...] = ()
+    data_from: tuple[str, ...] = ()
+    log_format: str = "text"
+    dashboard: bool = False
+    dashboard_address: str | None = None
+
+    def with_credentials(self, token: str | None, tls: Tls | None) -> RoleOptions:
+        """The same with others."""
+        return replace(self, token=token, tls=tls)
+
+
+METRICS_PORT_VARIABLE = "PSCLUSTER_METRICS_PORT"
+METRICS_HOST_VARIABLE = "PSCLUSTER_METRICS_HOST"
+
+
+def _port_or_off(text: str, what: str) -> int | None:
+    if text == "off":
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
+        raise ConfigurationError(f"{what} is {text!r}; give one from 1 to 65535, 0 (any free one) or off")
+    return int(text)
+
+
+def metrics_port_of(text: str) -> int | None:
+    """The port that the text names, 0 for any free one; None for "off". ConfigurationError if it names neither."""
+    return _port_or_off(text, "the port for metrics")
+
+
+metrics_port_option = click.option(
+    "--metrics-port",
+    metavar="PORT|off",
+    callback=lambda _context, _option, value: metrics_port_of(value),
+    envvar=METRICS_PORT_VARIABLE,
+    default="0",
+    show_default="0: any free one, which the log names",
+    help=f"Where /metrics, /healthz and /readyz are served, or off. Or ${METRICS_PORT_VARIABLE}.",
+)
+
+
+DATA_PORT_VARIABLE = "PSCLUSTER_DATA_PORT"
+
+
+def data_port_of(text: str) -> int | None:
+    """The port that the text names, 0 for any free one; None for "off". ConfigurationError if it names neither."""
+    return _port_or_off(text, "the data port")
+
+
+data_port_option = click.option(
+    "--data-port",
+    metavar="PORT|off",
+    callback=lambda _context, _option, value: data_port_of(value),
+    envvar=DATA_PORT_VARIABLE,
+    default="0",
+    show_default="0: any free one",
+    help="Where functions, reads and updates go faster than over gRPC, for who can reach it; none with TLS. "
+    f"Or ${DATA_PORT_VARIABLE}.",
+)
+
+
+def options_of_environ(environ: Mapping[str, str] = os.environ, role: str = "coordinator") -> RoleOptions:
+    """What the environment says, for this role. ConfigurationError if that can't be used."""
+    return RoleOptions(
+        token=load_token(None, environ),
+        tls=load_tls(role, environ=environ),
+        insecure=is_set(INSECURE_VARIABLE, environ),
+        open_health=is_set(OPEN_HEALTH_VARIABLE, environ),
+        metrics_port=metrics_port_of(environ.get(METRICS_PORT_VARIABLE) or "0"),
+        metrics_host=environ.get(METRICS_HOST_VARIABLE) or _LOOPBACK,
+        data_port=data_port_of(environ.get(DATA_PORT_VARIABLE) or "0"),
+    )
+
+
+tls_option = click.option(
+    "--tls",
+    "tls_folder",
+    type=click.Path(path_type=Path),
+    help=f"Folder with {CERTIFICATE}, {KEY} and {AUTHORITIES}, or with a folder for each role. Or ${TLS_VARIABLE}.",
+)
+insecure_option = click.option(
+    "--insecure",
+    is_flag=True,
+    help=f"Without a token, or with one in plain text, off loopback, too. Or ${INSECURE_VARIABLE}=1.",
+)
+
+
+def create_tls_folder(folder: Path | None) -> None:
+    """Make certificates for all roles of the cluster in TF_CONFIG, unless there are some; the first to do so wins."""
+    from pscluster.core.security.certificates import hosts_of, make_certificates  # imports what only certificates need
+
+    path = folder or Path(os.environ.get(TLS_VARIABLE, ""))
+    if path == Path():
+        raise ConfigurationError(f"--create-tls needs --tls or {TLS_VARIABLE} to name the folder")
+    make_certificates(path, by_role=hosts_of(TFConfig.from_environ().cluster))
+
+
+def with_user_token(options: RoleOptions, addresses: Iterable[str]) -> RoleOptions:
+    """The options of a process that was given no token: with that of its user, if all of these are of this machine."""
+    token = token_for(options.token, addresses, options.tls, insecure=options.insecure, create=True)
+    return replace(options, token=token)
+
+
+def choose_serialization(address: str, options: RoleOptions, *, is_worker: bool = False) -> None:
+    """Decide what this process takes from its peers. ConfigurationError if it was told nonsense."""
+    exposed = ""
+    known = options.token is not None or (options.tls is not None and options.tls.is_mutual)
+    if not known and not (options.insecure and is_on_this_machine(address)):
+        exposed = f"this role listens on {address} without a token, where anybody could send one"
+    found = policy_of(
+        asked_for(options.allow_pickle),
+        exposed,
+        options.functions_from,
+        data_from=options.data_from,
+        is_worker=is_worker,
+    )
+    choose(found)
+    if not found.pickles:
+        find_modules(found)
+
+
+def log_serialization() -> None:
+    """Log it, once the role serves."""
+    found = chosen_policy()
+    if not found.pickles:
+        places = ", ".join(map(str, (*found.folders, *found.packages))) or "nowhere"
+        logger.info("%s; functions are taken from %s", found.why, places)
+
+
+def role_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Click options that all roles share; the command receives one `RoleOptions`."""
+    decorators: list[Callable[..., Any]] = [
+        click.option("--bind", metavar="HOST:PORT|unix:PATH", help="Where to listen. Default: the task's own address."),
+        click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token."),
+        click.option("--create-token", is_flag=True, help="Create the token file first if it is missing."),
+        tls_option,
+        click.option("--create-tls", is_flag=True, help="Create that folder first if it is missing, for all roles."),
+        click.option(
+            "--tls-server-only",
+            is_flag=True,
+            help=f"Ask callers for no certificate: the token alone opens. Or ${SERVER_ONLY_VARIABLE}=1.",
+        ),
+        insecure_option,
+        click.option(
+            "--open-health",
+            is_flag=True,
+            help=f"Answer health checks, and nothing else, without the token. Or ${OPEN_HEALTH_VARIABLE}=1.",
+        ),
+        add_pickle_options,
+        click.option("--until-done", is_flag=True, help="Exit with 0 when the coordinator's job is over."),
+        click.option("--exit-with-parent", is_flag=True, help="Stop when standard input reaches its end."),
+        click.option("--share-port", is_flag=True, help="Listen on a port that the parent process reserved."),
+        click.option(
+            "--connect-timeout", default=600.0, show_default=True, help="Seconds to wait for the tasks it needs."
+        ),
+        click.option(
+            "--coordinator-timeout",
+            envvar="PSCLUSTER_COORDINATOR_TIMEOUT",
+            default=math.inf,
+            show_default="for ever",
+            type=click.FloatRange(0, min_open=True),
+            help="Seconds to keep a job for a coordinator that died. Or $PSCLUSTER_COORDINATOR_TIMEOUT.",
+        ),
+        click.option("--grace", default=GRACE_SECONDS, show_default=True, help="Seconds for what runs to end in."),
+        metrics_port_option,
+        click.option(
+            "--metrics-host",
+            envvar=METRICS_HOST_VARIABLE,
+            default=_LOOPBACK,
+            show_default=True,
+            help=f"The host of that; off loopback the cluster token is asked for. Or ${METRICS_HOST_VARIABLE}.",
+        ),
+        log_options(),
+    ]
+
+    @functools.wraps(command)  # also hands on the options that the command has of its own
+    def receive(
+        *args: Any,
+        token_file: Path | None,
+        create_token: bool,
+        tls_folder: Path | None,
+        create_tls: bool,
+        tls_server_only: bool,
+        insecure: bool,
+        open_health: bool,
+        **options: Any,
+    ) -> None:  # the rest of the options and arguments is the command's own
+        names = RoleOptions.__dataclass_fields__
+        mine = {name: options.pop(name) for name in list(options) if name in names}
+        if create_token:
+            path = token_file or Path(os.environ.get("PSCLUSTER_TOKEN_FILE", ""))
+            if path == Path():
+                raise ConfigurationError("--create-token needs --token-file or PSCLUSTER_TOKEN_FILE to name the file")
+            create_token_file(path)
+        if create_tls:
+            create_tls_folder(tls_folder)
+        role = click.get_current_context().command.name or ""
+        credentials = RoleOptions(
+            token=load_token(token_file),
+            tls=load_tls(role, tls_folder, server_only=tls_server_only),
+            insecure=insecure or is_set(INSECURE_VARIABLE),
+            open_health=open_health or is_set(OPEN_HEALTH_VARIABLE),
+            **mine,
+        )
+        hide_token()
+        command(*args, options=credentials, **options)
+
+    result: Callable[..., None] = receive
+    for decorate in reversed(decorators):
+        result = decorate(result)
+    return result
+
+
+def own_task(role: str) -> tuple[TFConfig, int]:
+    """TF_CONFIG and this task's index in it. ConfigurationError if it is not of that role."""
+    config = TFConfig.from_environ()
+    if config.task is None:
+        raise ConfigurationError(
+            f'TF_CONFIG: task is missing; this {role} needs one such as {{"task": {{"type": "{role}", "index": 0}}}}'
+        )
+    expect_type(config.task, role)
+    return config, config.task.index
+
+
+def expect_type(task: Task, job: str) -> None:
+    """ConfigurationError if the task is not one of that job."""
+    if task.type != job:
+        command = "coordinator" if job == "chief" else job
+        raise ConfigurationError(
+            f'TF_CONFIG: task.type is "{task.type}", but this is `pscluster {command}`; write, for example, '
+            f'{{"task": {{"type": "{job}", "index": 0}}}}'
+        )
