@@ -77,8 +77,9 @@ SCRIPT = """
     import numpy as np
     from pscluster.coordinator import (
         CheckpointManager, ClusterCoordinator, FixedShardsPartitioner, IndexedSlices, ParameterServerStrategy,
-        TFConfigClusterResolver, Variable, positions,
+        TFConfigClusterResolver, Variable,
     )
+    from pscluster.coordinator.data import positions
     from tests.faults.steps import note, wait_for
 
     folder, examples, stop, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from pscluster.core.errors import EndOfDatasetError, FunctionError, InvalidUpdateError, PsClusterError
+from pscluster.core.handles import Handle
 from pscluster.core.values import decode
-from pscluster.core.values.handles import Handle
 from pscluster.v1 import worker_pb2
 from pscluster.worker.failures import failure_of, rebuild_failure
 from pscluster.worker.training import logs_of_steps

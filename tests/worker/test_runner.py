@@ -18,9 +18,9 @@ import pytest
 from tests.waiting import until
 
 from pscluster.core.errors import StaleError, UnavailableError
+from pscluster.core.handles import Handle
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.values import encode_call
-from pscluster.core.values.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.request_metrics import ClientCounts
 from pscluster.v1 import node_pb2, worker_pb2

@@ -17,8 +17,8 @@ from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.variables.placement import placement_table
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.errors import MisuseError
+from pscluster.core.handles import Handle
 from pscluster.core.transport.channels import PeerAddress
-from pscluster.core.values.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.scope import Partitioner, colocated_with, creating_with
 from pscluster.ps.handles.variable import Shard, Variable

@@ -37,8 +37,8 @@ from pscluster.core.functions.definitions import (
 )
 from pscluster.core.functions.nameable import EVERYWHERE, ON_WORKERS
 from pscluster.core.functions.policy import SerializationPolicy
+from pscluster.core.handles import Handle
 from pscluster.core.values import encode_call
-from pscluster.core.values.handles import Handle
 from pscluster.ps import initializers, optim
 from pscluster.ps.optim import schedules
 from pscluster.v1 import definition_pb2

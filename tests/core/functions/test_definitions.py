@@ -36,8 +36,8 @@ from pscluster.core.functions.definitions import (
     resolve,
 )
 from pscluster.core.functions.policy import policy_of
+from pscluster.core.handles import Handle
 from pscluster.core.values import decode, encode
-from pscluster.core.values.handles import Handle
 from pscluster.v1 import definition_pb2, value_pb2
 
 
@@ -435,7 +435,7 @@ SCRIPTS = {
     "with a handle": (
         "",
         "",
-        "global handle; from pscluster.core.values.handles import Handle as H; "
+        "global handle; from pscluster.core.handles import Handle as H; "
         "handle = type('T', (H,), dict(handle_kind='a', handle_key='b'))()",
     ),
     "code at the top level": ("RATE = 0.5", "RATE = 0.5\nprint(end='')", "pass"),
@@ -479,7 +479,7 @@ def test_what_lets_a_script_go_by_reference(tmp_path: Path) -> None:
 
 MODULE = """
 import functools
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 SET = None
 def plain(x):
     return x + 1

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscluster.core.errors import ProtocolError
+from pscluster.core.handles import Handle
 from pscluster.core.values import (
     MAX_DEPTH,
     decode,
@@ -30,7 +31,6 @@ from pscluster.core.values import (
     map_structure,
     splice,
 )
-from pscluster.core.values.handles import Handle
 from pscluster.core.values.records import MODULE_MARK
 from pscluster.v1 import value_pb2
 

@@ -23,9 +23,9 @@ from pscluster.core.errors import (
     UnavailableError,
 )
 from pscluster.core.functions.definitions import FunctionHandle, resolve
+from pscluster.core.handles import Handle
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.transport.frames import Buffer
-from pscluster.core.values.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.spec import PINNED

@@ -33,11 +33,11 @@ from pscluster.core.context import FunctionContext, running
 from pscluster.core.errors import FunctionCancelled, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.definitions import record_resolver
+from pscluster.core.handles import Handle
 from pscluster.core.metrics.trace import EACH, SHORT_SECONDS, Recording
 from pscluster.core.transport.channels import MAX_INLINE_BYTES
 from pscluster.core.transport.frames import Buffer
 from pscluster.core.values import decode_call, encode
-from pscluster.core.values.handles import Handle
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.per_worker import EndOfIterator
 from pscluster.worker.data.prefetch import EndOfPart, Part

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from pscluster.core.handles import Handle
 from pscluster.core.values import map_structure
-from pscluster.core.values.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.exchanges import Traffic
 from pscluster.ps.handles.variable import read_structure

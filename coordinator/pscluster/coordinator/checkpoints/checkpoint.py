@@ -37,8 +37,8 @@ from pscluster.coordinator.job.terms import check_restored, restoring
 from pscluster.coordinator.observability.events import Saved
 from pscluster.core.errors import CheckpointError, CheckpointMisfitError, ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
+from pscluster.core.handles import StaysHere
 from pscluster.core.ids import fresh_id
-from pscluster.core.values.handles import StaysHere
 from pscluster.ps.spec import PINNED, part_name
 from pscluster.ps.storage.tensor_files import join
 from pscluster.v1 import ps_pb2

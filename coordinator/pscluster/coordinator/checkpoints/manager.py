@@ -19,7 +19,7 @@ from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.scheduling.waiting import result_of, wait_for
 from pscluster.core.errors import CheckpointError, CheckpointMisfitError, ConfigurationError, MisuseError
 from pscluster.core.fault_points import reach
-from pscluster.core.values.handles import StaysHere
+from pscluster.core.handles import StaysHere
 from pscluster.ps.storage.tensor_files import join
 
 logger = logging.getLogger(__name__)

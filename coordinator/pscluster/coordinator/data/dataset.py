@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pscluster.coordinator.data.positions import Number, Position, Positions, Range, StopOf
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError, PsClusterError
-from pscluster.core.values.handles import Handle, StaysHere
+from pscluster.core.handles import Handle, StaysHere
 from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.pipelines import Pipeline

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import CapturedFunction
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 
 
 class PerWorkerIterator(Handle):

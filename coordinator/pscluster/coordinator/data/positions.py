@@ -26,7 +26,7 @@ from pscluster.coordinator.job.progress import JobProgress
 from pscluster.coordinator.scheduling.waiting import result_of
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.errors import MisuseError
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 from pscluster.ps.spec import OURS
 from pscluster.worker.data.pipelines import Pipeline
 

@@ -76,6 +76,7 @@ from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
 from pscluster.core.functions.policy import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
+from pscluster.core.handles import StaysHere
 from pscluster.core.role.options import (
     DATA_PORT_VARIABLE,
     GRACE_SECONDS,
@@ -88,7 +89,6 @@ from pscluster.core.security.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE, Tls,
 from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, load_token, new_token
 from pscluster.core.transport.unix_sockets import address_of
 from pscluster.core.transport.unix_sockets import supported as has_unix_sockets
-from pscluster.core.values.handles import StaysHere
 from pscluster.ps.storage.options import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
 
 logger = logging.getLogger("pscluster.local_cluster")

@@ -12,9 +12,9 @@ from pscluster.coordinator.data.dataset import DataPart
 from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.core.functions.definitions import CapturedFunction
+from pscluster.core.handles import Handle
 from pscluster.core.transport.channels import MAX_INLINE_BYTES
 from pscluster.core.values import MAX_DEPTH, ClassDefiner, children, nesting, splice
-from pscluster.core.values.handles import Handle
 from pscluster.v1 import value_pb2, worker_pb2
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -30,8 +30,8 @@ from pscluster.coordinator.variables.evaluation_snapshot import Pins
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
+from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.values import HandleResolver, encode_call, map_structure
-from pscluster.core.values.handles import Handle, StaysHere
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
 from pscluster.worker.data.per_worker import given

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pscluster.coordinator.scheduling.waiting import Event
 from pscluster.core.errors import FunctionError, WaitTimeoutError
+from pscluster.core.handles import StaysHere
 from pscluster.core.values import Buffer, HandleResolver, decode
-from pscluster.core.values.handles import StaysHere
 from pscluster.v1 import value_pb2
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pscluster.coordinator.variables.placement import Placer
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import SerializationPolicy
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocation

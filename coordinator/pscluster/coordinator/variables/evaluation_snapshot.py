@@ -18,7 +18,7 @@ from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.core.errors import PsClusterError, UnknownVariableError
 from pscluster.core.fault_points import reach
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
 from pscluster.ps.spec import PINNED

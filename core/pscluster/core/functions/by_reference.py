@@ -36,9 +36,9 @@ from pscluster.core.functions.sources import (
     reaches_handle,
     source_of,
 )
+from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.values import describe, encode_call
 from pscluster.core.values.encoding import UnsendableError
-from pscluster.core.values.handles import Handle, StaysHere
 from pscluster.core.values.records import is_record_class
 from pscluster.v1 import definition_pb2, value_pb2
 

@@ -36,8 +36,8 @@ from pscluster.core.functions.sources import (
     module_holds_handles,
     was_edited,
 )
+from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.values import HandleResolver, describe
-from pscluster.core.values.handles import Handle, StaysHere
 
 _HANDLE = "pscluster"
 _PYTHON = f"{sys.implementation.cache_tag}\n".encode()

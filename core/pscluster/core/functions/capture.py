@@ -29,7 +29,7 @@ from operator import attrgetter, call, is_, itemgetter
 from typing import Any, NamedTuple
 
 from pscluster.core.functions.sources import attributes_of, globals_read, is_library
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 
 _PART = 24
 """Names and functions in a part."""

@@ -33,8 +33,8 @@ from pscluster.core.functions.by_value import dump, largest_captured, load, modu
 from pscluster.core.functions.loading import UnresolvedReference, found_by, import_checked, loaded_scripts
 from pscluster.core.functions.policy import SerializationPolicy, chosen_policy
 from pscluster.core.functions.sources import digest_of, import_folders, is_library, reaches_edited, source_of
+from pscluster.core.handles import Handle
 from pscluster.core.values import HandleResolver, RecordResolver, describe, imported_class
-from pscluster.core.values.handles import Handle
 from pscluster.core.values.records import is_record_class
 from pscluster.v1 import definition_pb2
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 
 _LOOK_AT = 1000
 """Items of a container that are searched for handles. Whoever captures more has a data set, not variables."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pscluster.core.errors import ProtocolError
+from pscluster.core.handles import Handle
 from pscluster.core.limits import MAX_RANK
 from pscluster.core.values.arrays import Buffer, array_from, scalar_from
 from pscluster.core.values.encoding import MAX_DEPTH
-from pscluster.core.values.handles import Handle
 from pscluster.core.values.records import imported_class, layout_for
 from pscluster.v1 import value_pb2
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.dtypes import array_of
+from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.values.arrays import UnsendableArrayError, plain_name, scalar_form, wire_bytes, wire_form
-from pscluster.core.values.handles import Handle, StaysHere
 from pscluster.core.values.records import UnsendableRecordError, is_record_class, layout_of
 from pscluster.v1 import value_pb2
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pscluster.core import checks
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, UnknownVariableError
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 from pscluster.ps.client.updates import UpdatePart
 from pscluster.ps.handles.scope import current_creator, has_creator
 from pscluster.ps.handles.variable import Variable, read_variables

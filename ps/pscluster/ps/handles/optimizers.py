@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pscluster.core import checks
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.functions.definitions import capture
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 from pscluster.ps import optim
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.updates import UpdatePart

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pscluster.core.errors import ProtocolError
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.metrics import Metric
 from pscluster.ps.handles.optimizers import Optimizer

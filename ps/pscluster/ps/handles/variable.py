@@ -24,9 +24,9 @@ from pscluster.core.context import current_function
 from pscluster.core.dtypes import array_of, as_array, converted, dtype_named
 from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
 from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
+from pscluster.core.handles import Handle
 from pscluster.core.transport.frames import view
 from pscluster.core.values import describe, map_structure
-from pscluster.core.values.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import WholeVariable
 from pscluster.ps.client.reads import ReadPart

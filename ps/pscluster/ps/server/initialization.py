@@ -15,7 +15,7 @@ from pscluster.core.dtypes import converted
 from pscluster.core.errors import InvalidUpdateError, MisuseError, PsClusterError
 from pscluster.core.functions.definitions import resolve
 from pscluster.core.geometry import Partition
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 from pscluster.ps.initializers import from_spec
 from pscluster.v1 import ps_pb2
 

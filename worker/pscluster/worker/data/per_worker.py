@@ -18,7 +18,7 @@ import numpy as np
 
 from pscluster.core.context import current_function
 from pscluster.core.errors import EndOfDatasetError
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from pscluster.core.context import FunctionContext, current_function, running
 from pscluster.core.errors import DatasetError, FunctionCancelled, MisuseError, ProtocolError
-from pscluster.core.values.handles import Handle
+from pscluster.core.handles import Handle
 from pscluster.worker.data.per_worker import EndOfIterator
 from pscluster.worker.data.pipelines import Pipeline
 

@@ -22,9 +22,9 @@ import numpy.typing as npt
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.functions.policy import chosen_policy
+from pscluster.core.handles import Handle
 from pscluster.core.values import describe
 from pscluster.core.values.arrays import described, plain_dtype
-from pscluster.core.values.handles import Handle
 
 Numbers = npt.NDArray[np.int64]
 
