@@ -93,7 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, "the process lives\n")
         elif path == "/readyz":
             why = self.server.telemetry.not_ready()
-            said = "not ready" if why and is_open else why or "ready"  # which tasks are missing is no stranger's affair
+            said = (
+                "not ready" if why and is_open else why or "ready"
+            )  # which tasks are missing is not told without a token
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, f"{said}\n")
         elif path == "/metrics":
             body, kind = self.server.exposition(self.headers.get("Accept", ""))

@@ -171,7 +171,7 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
     """Refuses every call over gRPC that carries no proof, but for handshakes, and health checks where they are open.
 
     Whatever the method, a refused call is one for a stream of requests, of which nothing is read before it is asked
-    for: of a stranger's call nothing but its head is read, and no thread waits for the rest.
+    for: of an unauthenticated call nothing but its head is read, and no thread waits for the rest.
     """
 
     def __init__(
