@@ -12,7 +12,7 @@ to the loop.
     definitions_cache  what each worker has                    outcomes           what workers tell of functions
     settlement         values and errors for who waits         recalls            taking back, and stealing
     overtime           what runs too long, or on               server_watch       servers: lost, and what they forget
-    waits, barriers    join, done; blocks where nothing runs   queue_stats        how all is, in figures and words
+    waits, barriers    join, done; blocks where nothing runs   queue_stats        how all is, in metrics and words
 
 Order that others rely on: a result's large arrays are fetched before the task counts as finished; a lost
 worker's incarnation is closed on every server before its tasks go back to the queue; the ids of ended
@@ -124,7 +124,7 @@ class Dispatcher:
         self.forget, self.forget_ended = server_watch.forget, server_watch.forget_ended
         self.forgotten = server_watch.forgotten
         self.server_is_lost, self.tell_seen = server_watch.is_lost, server_watch.tell_seen
-        self.stats, self.figures, self.counts = status.stats, status.figures, status.counts
+        self.stats, self.metrics, self.counts = status.stats, status.metrics, status.counts
         self.describe, self.explain, self.pending = status.describe, status.explain, status.pending
         self.missing, self.stranded = status.missing, status.stranded
         self.tell_of_forgotten = status.tell_of_forgotten

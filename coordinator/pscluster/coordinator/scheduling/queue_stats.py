@@ -1,4 +1,4 @@
-"""How the queue and the workers are at a moment: as figures, and in words."""
+"""How the queue and the workers are at a moment: as metrics, and in words."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class QueueStatus:
         with self._state.lock:
             return self._scheduler.waiting, self._scheduler.in_flight
 
-    def figures(self) -> Snapshot:
+    def metrics(self) -> Snapshot:
         """The queue's, the workers' and the servers'; see `CoordinatorTelemetry`."""
         stats = self.stats()
         workers = {str(worker.peer.index): worker for worker in stats.workers}

@@ -43,7 +43,7 @@ _MAX_THREADS = 4096  # one for every open stream; they are made when needed
 
 
 def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer | None:
-    """Serve the figures of a role from now on, unless that is turned off.
+    """Serve the metrics of a role from now on, unless that is turned off.
 
     Raises:
         ConfigurationError: the port is in use, or the host is not loopback and there is no token, or no certificate.
@@ -85,7 +85,7 @@ class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
 class RoleServer:
     """The gRPC server of a role: its own services, the node service and the standard health check.
 
-    With `telemetry`, its figures are served, too. Its own services are served on a data plane besides, for those who
+    With `telemetry`, its metrics are served, too. Its own services are served on a data plane besides, for those who
     know it by its own address: where it listens, unless `own` says otherwise. `admission` bounds the messages that are
     coming, and `data_message_bytes` one of them on the data plane.
     """
@@ -162,12 +162,12 @@ class RoleServer:
                 "listening on %s without a token%s: %s can %s",
                 address,
                 " (--insecure)" if options.insecure else "",
-                "any user of this machine" if local else "anybody who reaches it",
+                "any user of this machine" if local else "anyone who can reach it",
                 "run code here" if options.insecure else "read and change what is here, though not send code",
             )
         elif not local and options.insecure and options.tls is None:
             logger.warning(
-                "listening on %s in plain text (--insecure): anybody on the way can read and change what travels",
+                "listening on %s in plain text (--insecure): anyone on the path can read and change what travels",
                 address,
             )
         if telemetry is not None:

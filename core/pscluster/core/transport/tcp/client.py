@@ -363,7 +363,7 @@ class DataPort:
         self.drop()
         where, _ = failed
         what = f"socket {where}" if isinstance(where, str) else f"port {where[1]}"
-        logger.info("%s: its data %s can't be used (%s): over gRPC for now", self._name, what, why)
+        logger.info("%s: its data %s can't be used (%s): using gRPC for now", self._name, what, why)
 
     def _broke(self, failed: _Place | None) -> None:
         """A connection has ended that was one to the role."""

@@ -186,7 +186,7 @@ class DataServer:
                 connected, _ = self._listener.accept()
             except OSError as error:
                 if not self._over:
-                    logger.warning("a connection to the data port could not be taken: %s", error)
+                    logger.warning("can't accept a connection to the data port: %s", error)
                     time.sleep(_LOOK_SECONDS)  # as with too many open files: it passes
                 continue
             if not self._may_connect(connected):
@@ -195,7 +195,7 @@ class DataServer:
             try:
                 peer = _Peer(connected, self._tls)
             except ssl.SSLError as error:  # a renewed key may be too short, for one; gRPC takes it
-                logger.error("a connection to the data port could not be taken: %s", error)
+                logger.error("can't accept a connection to the data port: %s", error)
                 connected.close()
                 continue
             except OSError:  # it has gone already
@@ -204,7 +204,7 @@ class DataServer:
             try:
                 self._take(peer)
             except Exception:  # no more threads, for one; the next one may be served
-                logger.exception("a connection to the data port can't be served")
+                logger.exception("can't serve a connection to the data port")
                 self._drop(peer)
 
     def _may_connect(self, connected: socket.socket) -> bool:
