@@ -146,7 +146,7 @@ tls_option = click.option(
 insecure_option = click.option(
     "--insecure",
     is_flag=True,
-    help=f"Listen off loopback even without a token or in plain text. Or ${INSECURE_VARIABLE}=1.",
+    help=f"Allow going without a token, or in plain text, off loopback. Or ${INSECURE_VARIABLE}=1.",
 )
 
 
