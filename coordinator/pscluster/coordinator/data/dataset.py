@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pscluster.coordinator.data.positions import Number, Position, Positions, Range, StopOf
+from pscluster.coordinator.data.dataset_progress import DatasetProgress, Number, Position, Range, StopOf
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.handles import Handle, StaysHere
@@ -136,7 +136,7 @@ class DistributedDataset(StaysHere):
 
     def __init__(
         self,
-        positions: Positions,
+        progress: DatasetProgress,
         pipeline: Pipeline,
         named: itertools.count[int],
         *,
@@ -145,7 +145,7 @@ class DistributedDataset(StaysHere):
         epochs: int | None = 1,
         elements: int = 1,
     ) -> None:
-        self._positions = positions
+        self._progress = progress
         self._pipeline = pipeline
         self._named = named  # those that go through the same source
         self._epochs = epochs
@@ -166,7 +166,7 @@ class DistributedDataset(StaysHere):
         options = {name: changes.pop(name, value) for name, value in mine.items()}
         pipeline = dataclasses.replace(self._pipeline, **changes)
         return DistributedDataset(
-            self._positions, pipeline, self._named, on_error=self.on_error, retries=self.retries, **options
+            self._progress, pipeline, self._named, on_error=self.on_error, retries=self.retries, **options
         )
 
     def shuffle(self, *buffer_size: object, seed: int = 0, split: int | None = None) -> DistributedDataset:
@@ -274,7 +274,7 @@ class DistributedDataset(StaysHere):
 
     def save_position(self) -> None:
         """Write it now, and not within the next seconds."""
-        self._positions.save()
+        self._progress.save()
 
     def _need_length(self, what: str) -> None:
         if self._has_files:
@@ -331,7 +331,7 @@ class DistributedDataset(StaysHere):
     def _numbered(self) -> Number:
         with self._placing:
             if self._number is None:
-                self._number = self._positions.send(self._pipeline)
+                self._number = self._progress.send(self._pipeline)
             return self._number
 
     def _placed(self) -> Position:
@@ -340,7 +340,7 @@ class DistributedDataset(StaysHere):
                 pipeline, nth = self._pipeline, next(self._named)
                 if nth > 1:
                     self._pipeline = pipeline = dataclasses.replace(pipeline, name=f"{pipeline.name}.{nth}")
-                self._position = self._positions.enter(self, self.name, pipeline.length, pipeline.kept)
+                self._position = self._progress.enter(self, self.name, pipeline.length, pipeline.kept)
             return self._position
 
     def took(self, seconds: float, waited: float, skipped: Sequence[worker_pb2.Skipped]) -> None:
@@ -357,7 +357,7 @@ class DistributedDataset(StaysHere):
 
 
 def distribute(
-    positions: Positions,
+    progress: DatasetProgress,
     source: Any,
     *,
     reader: Callable[[Any], Any] | None,
@@ -376,5 +376,5 @@ def distribute(
     found = source_of(source) if reader is None else Files(source, reader)
     if not len(found):
         raise ValueError("the source has no examples: an epoch of nothing would never end, or at once")
-    pipeline = Pipeline(found, positions.name() if name is None else name)
-    return DistributedDataset(positions, pipeline, itertools.count(1), on_error=on_error, retries=retries)
+    pipeline = Pipeline(found, progress.name() if name is None else name)
+    return DistributedDataset(progress, pipeline, itertools.count(1), on_error=on_error, retries=retries)

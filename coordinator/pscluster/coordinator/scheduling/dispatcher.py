@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.scheduling.barriers import Barriers
 from pscluster.coordinator.scheduling.call import (
@@ -84,7 +84,7 @@ class Dispatcher:
         max_attempts: int,
         worker_lease: float = math.inf,
         counts: CoordinatorCounts | None = None,
-        observed: Observed | None = None,
+        event_log: EventLog | None = None,
         partly_applied: PartlyApplied | None = None,
     ) -> None:
         state = self._state = DispatchState(
@@ -96,7 +96,7 @@ class Dispatcher:
             max_attempts=max_attempts,
             worker_lease=worker_lease,
             counts=counts,
-            observed=observed,
+            event_log=event_log,
             partly_applied=partly_applied,
         )
         self._lock, self._changed, self._scheduler = state.lock, state.changed, state.scheduler

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
+from pscluster.coordinator.data.dataset_progress import DatasetProgress, Number
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
-from pscluster.coordinator.data.positions import Number, Positions
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.observability import timeline
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
@@ -26,7 +26,7 @@ from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
-from pscluster.coordinator.variables.evaluation_snapshot import Pins
+from pscluster.coordinator.variables.evaluation_snapshot import EvaluationSnapshot
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
@@ -64,7 +64,7 @@ class FunctionQueue(StaysHere):
     _resources: itertools.count[int]
     _per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset]
     _resolve_handle: HandleResolver  # the same object for all values
-    _remains: deque[Pins]  # of evaluations that are over, on servers that could not be reached then
+    _remains: deque[EvaluationSnapshot]  # of evaluations that are over, on servers that could not be reached then
 
     def _begin(self, strategy: ParameterServerStrategy, dispatcher: Dispatcher) -> None:
         """Hand out functions by this dispatcher."""
@@ -76,7 +76,7 @@ class FunctionQueue(StaysHere):
         self._per_worker = weakref.WeakValueDictionary()
         self._remains = deque()
         self._resolve_handle = self._handle_of
-        strategy.context.positions = Positions(strategy.context.variables, dispatcher, self._send_pipeline)
+        strategy.context.dataset_progress = DatasetProgress(strategy.context.variables, dispatcher, self._send_pipeline)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.strategy!r}>"
@@ -364,9 +364,9 @@ class FunctionQueue(StaysHere):
             TypeError: there is no way to read the source.
             ValueError: it has no examples, or an argument is out of its range.
         """
-        positions = self.context.positions
-        assert positions is not None  # made with the coordinator
-        return distribute(positions, source, reader=reader, name=name, on_error=on_error, retries=retries)
+        progress = self.context.dataset_progress
+        assert progress is not None  # made with the coordinator
+        return distribute(progress, source, reader=reader, name=name, on_error=on_error, retries=retries)
 
     def evaluate(
         self,
@@ -465,15 +465,15 @@ class FunctionQueue(StaysHere):
         for _ in range(len(self._remains)):
             with contextlib.suppress(IndexError):  # another evaluation has taken it
                 self._drop(self._remains.popleft())
-        pins = Pins(self.context)
-        inner = captured.renamed(pins.rename)
+        snapshot = EvaluationSnapshot(self.context)
+        inner = captured.renamed(snapshot.rename)
         evaluate_shard = partial_of(captured.name, states_of, FunctionHandle(inner), metrics)
-        function = self._functions.anew(evaluate_shard).renamed(pins.rename)
+        function = self._functions.anew(evaluate_shard).renamed(snapshot.rename)
         tasks: list[Task[Call]] = []
         found: list[RemoteValue] = []
         try:
             self._dispatcher.atomically(lambda: self._dispatcher.check_no_error(function.name))
-            pins.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
+            snapshot.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
             for part in dataset.shards(shards):
                 result = RemoteValue(function.name, self._resolve_handle, self)
                 call = Call(function, weakref.ref(result), isolated=True)
@@ -483,7 +483,7 @@ class FunctionQueue(StaysHere):
             self._dispatcher.wait_for(found, left(), timeout)
             return [value.fetch() for value in found]
         except UnknownVariableError as error:
-            if pins.are_lost():
+            if snapshot.are_lost():
                 raise UnavailableError(
                     "a parameter server came back without the copies that were evaluated: evaluate again"
                 ) from error
@@ -493,12 +493,12 @@ class FunctionQueue(StaysHere):
             self._dispatcher.release_function(function)
             if inner is not captured:
                 self._dispatcher.release_function(inner)
-            self._drop(pins)
+            self._drop(snapshot)
 
-    def _drop(self, pins: Pins) -> None:
+    def _drop(self, snapshot: EvaluationSnapshot) -> None:
         """Now, or where a server can't be reached with the next evaluation."""
-        if not pins.drop():
-            self._remains.append(pins)
+        if not snapshot.drop():
+            self._remains.append(snapshot)
 
     @property
     def workers_up(self) -> int:

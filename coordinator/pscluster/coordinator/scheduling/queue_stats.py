@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pscluster.coordinator.scheduling.server_link import out_of_reach
+from pscluster.coordinator.scheduling.server_link import unreachable
 from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.core.errors import FunctionError
 from pscluster.core.metrics.registry import Snapshot
@@ -105,7 +105,7 @@ class QueueStatus:
     def missing(self) -> list[str]:
         """Tasks that are not there."""
         workers = [str(handle.peer) for handle in self._state.workers if not handle.up]
-        return [*map(str, out_of_reach(self._state.servers)), *workers]
+        return [*map(str, unreachable(self._state.servers)), *workers]
 
     def stats(self) -> QueueStats:
         """How all is now. Takes a moment for each worker, whatever is queued."""
@@ -169,7 +169,7 @@ class QueueStatus:
                 lines.append(f"{what}; {unended}" if unended else what)
         lines += [
             f"{peer}: unreachable for {seconds:.0f} s: reads and updates there wait for it"
-            for peer, seconds in out_of_reach(self._state.servers).items()
+            for peer, seconds in unreachable(self._state.servers).items()
         ]
         return "\n".join(lines)
 

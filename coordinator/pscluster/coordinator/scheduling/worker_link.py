@@ -95,7 +95,7 @@ class WorkerLinks:
             handle.up, handle.restarts, handle.heard = True, handle.restarts + 1, time.monotonic()
             if handle.restarts:
                 logger.warning("%s is back", handle.peer)
-            self._state.observed.tell(handle.peer.task, "up", "is back" if handle.restarts else "is up")
+            self._state.event_log.record(handle.peer.task, "up", "is back" if handle.restarts else "is up")
             try:
                 await self._until_lost(index, handle, connection)
                 handle.why = "it left" if self._scheduler.workers[index].leaving else "its connection ended"
@@ -112,7 +112,7 @@ class WorkerLinks:
             if self._state.closed:
                 return
             logger.warning("%s is gone: %s", handle.peer, handle.why)
-            self._state.observed.tell(handle.peer.task, "down", f"is gone: {handle.why}")
+            self._state.event_log.record(handle.peer.task, "down", f"is gone: {handle.why}")
             await self._give_up(index, connection.incarnation)
 
     async def _connect(self, index: int, handle: WorkerHandle) -> WorkerConnection:

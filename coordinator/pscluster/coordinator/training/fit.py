@@ -480,9 +480,9 @@ class Fit:
 
     def _tell(self, logs: Logs, steps: int, examples: int) -> None:
         """Who looks on how far it is, and how many steps and examples came since the last time."""
-        label, observed = f"epoch {self._state.epoch + 1}/{self._epochs}", self._coordinator.context.observed
+        label, event_log = f"epoch {self._state.epoch + 1}/{self._epochs}", self._coordinator.context.event_log
         training = Training(label, self._batches, self._training.params.get("steps"), "step", logs)
-        observed.trained(training, steps=steps, examples=examples)
+        event_log.trained(training, steps=steps, examples=examples)
 
     def _resize(self, worker: int, begin: float, end: float) -> None:
         """A function was there from `begin` to `end`, by its clock: is it known now how many steps one should take?"""

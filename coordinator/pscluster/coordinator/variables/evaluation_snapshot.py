@@ -1,4 +1,4 @@
-"""Pinned copies: variables as they were at one moment, which an evaluation reads while training goes on.
+"""Evaluation snapshots: variables as they were at one moment, which an evaluation reads while training goes on.
 
     captured: the step's variables get other names --> paused (functions end) --> every server copies its shards
     --> going on --> on disk, as far as the servers keep anything there --> the step runs --> the copies are deleted
@@ -34,7 +34,7 @@ def prefix_of(name: str) -> str:
     return name[: name.find("/", len(PINNED)) + 1]
 
 
-class Pins:
+class EvaluationSnapshot:
     """The copies for one evaluation. First `rename` is called for all that is captured, then `make`, last `drop`.
 
     Args:

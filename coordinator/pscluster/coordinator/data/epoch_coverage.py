@@ -18,8 +18,8 @@ from pscluster.core.errors import CheckpointMisfitError
 from pscluster.core.intervals import IntervalSet
 
 
-class Visits:
-    """Of one dataset. Its owner serialises the calls.
+class EpochCoverage:
+    """Track the epochs of one dataset. Its owner serialises the calls.
 
     Args:
         length: examples an epoch.
