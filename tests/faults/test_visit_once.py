@@ -79,7 +79,7 @@ SCRIPT = """
         CheckpointManager, ClusterCoordinator, FixedShardsPartitioner, IndexedSlices, ParameterServerStrategy,
         TFConfigClusterResolver, Variable,
     )
-    from pscluster.coordinator.data import positions
+    from pscluster.coordinator.data import dataset_progress
     from tests.faults.steps import note, wait_for
 
     folder, examples, stop, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])

@@ -28,7 +28,7 @@ class Server:
         server_or_cluster_def: a resolver or a ClusterSpec; default: TF_CONFIG.
         job_name: "ps" or "worker"; default: the resolver's task.
         task_index: default: the resolver's task.
-        protocol: taken for the peer's sake; only "grpc" exists.
+        protocol: accepted for TensorFlow's sake; only "grpc" exists.
         options: how to serve; default: the environment's credentials, and the task's own address.
 
     Raises:

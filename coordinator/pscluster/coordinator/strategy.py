@@ -206,7 +206,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def extended(self) -> ParameterServerStrategy:
-        """The peer's place for `colocate_vars_with`."""
+        """Return where TensorFlow has `colocate_vars_with`: on `extended`."""
         return self
 
     @property

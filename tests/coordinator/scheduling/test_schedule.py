@@ -1064,7 +1064,7 @@ def test_the_current_worker_index(coordinator: ClusterCoordinator, gate: Gate) -
 
 
 def test_run_and_reduce_as_in_the_tutorial(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:
-    """A step function as in the peer's tutorial: strategy.run of a replica function, then strategy.reduce (row 14)."""
+    """As in TensorFlow's tutorial: strategy.run of a replica function, then strategy.reduce (row 14)."""
     with strategy.scope():
         w = Variable(np.zeros(2, np.float32), name="w")
         sgd = optimizers.SGD(1.0)
@@ -1131,7 +1131,7 @@ def test_one_coordinator_a_strategy(strategy: ParameterServerStrategy) -> None:
 
 @pytest.mark.parametrize("wrong", [None, "strategy", LocalCluster, 3])
 def test_a_coordinator_of_something_else(wrong: Any) -> None:
-    """Any other strategy is refused with ValueError, as by the peer (row 20)."""
+    """Any other strategy is refused with ValueError, as by TensorFlow (row 20)."""
     with pytest.raises(ValueError, match="a ClusterCoordinator needs a ParameterServerStrategy, not a"):
         ClusterCoordinator(wrong)
 

@@ -369,7 +369,7 @@ LOOKUPS: list[Any] = [
 
 
 def test_rows_in_the_order_of_the_ids(tables: Tables) -> None:
-    """Rows come in the order of the ids, duplicates included, where the peer gets it wrong (row 28)."""
+    """Rows come in the order of the ids, duplicates included, where TensorFlow gets it wrong (row 28)."""
     for variable, twin in tables:
         for ids in LOOKUPS:
             expected = twin[np.asarray(ids, np.int64)]

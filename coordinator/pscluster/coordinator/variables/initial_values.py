@@ -114,7 +114,7 @@ def _dtype_named(asked: npt.DTypeLike, name: str) -> np.dtype[Any]:
 
 def _dtype_of(value: Array, initial: object) -> np.dtype[Any]:
     if value.dtype == np.float64 and not hasattr(initial, "dtype"):
-        return np.dtype(np.float32)  # Python's floats, as the peer
+        return np.dtype(np.float32)  # Python's floats, as in TensorFlow
     return value.dtype
 
 
