@@ -95,7 +95,7 @@ def test_verdicts() -> None:
     state, text, problems = health(snapshot(worker(0), slow, dead, gone=3.0))
     assert (state, text) == ("bad", "Needs attention")
     assert problems == [
-        "ps 1 is unreachable for 3 s: whoever reads or updates there waits",
+        "ps 1 is unreachable for 3 s: reads and updates there wait",
         "worker 2 is gone: killed; its functions run again elsewhere",
         "worker 1 is a straggler: its functions take 3 times as long as the others'",
     ]
@@ -133,7 +133,7 @@ def test_a_silent_task() -> None:
     """Who does not answer is said to, though its connection stands: it may be frozen."""
     shown = snapshot(*(worker(index) for index in range(3)))
     frozen = JobSnapshot(**{**{name: getattr(shown, name) for name in JobSnapshot.__dataclass_fields__}, "replies": {}})
-    assert "worker 0 does not answer: if it stays so, its functions run again elsewhere" in health(frozen)[2]
+    assert "worker 0 does not answer: if that continues, its functions run again elsewhere" in health(frozen)[2]
     assert {row["state"] for row in page(frozen)["servers"]} == {"does not answer"}
 
 

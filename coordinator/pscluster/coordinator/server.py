@@ -52,7 +52,7 @@ class Server:
             job_name = job_name or source.task_type
             task_index = source.task_id if task_index is None else task_index
         if not protocol.startswith("grpc"):
-            raise ConfigurationError(f"protocol is {protocol!r}, but only 'grpc' exists")
+            raise ConfigurationError(f"protocol is {protocol!r}, but only 'grpc' is supported")
         if job_name not in ("ps", "worker"):
             raise ConfigurationError(
                 f"a Server is a 'ps' or a 'worker', not {job_name!r}: branch on resolver.task_type"

@@ -200,7 +200,9 @@ class ParameterServerStrategy(Strategy):
             raise TypeError(f"colocate_vars_with takes a variable or a shard of one, not a {type(variable).__name__}")
         whole = variable.variable if isinstance(variable, Shard) else variable
         if whole.client is not self._client:
-            raise MisuseError(f"variable {whole.name!r} is of another strategy: nothing can be put beside it here")
+            raise MisuseError(
+                f"variable {whole.name!r} belongs to another strategy: variables can't be placed beside it here"
+            )
         with self.scope(), colocated_with(variable.owners[0]):
             yield
 

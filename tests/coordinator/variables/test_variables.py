@@ -591,7 +591,7 @@ def test_initial_values_that_are_none(strategy: ParameterServerStrategy, initial
     with strategy.scope():
         with pytest.raises(errors.MisuseError, match="variable 'v'"):
             Variable(initial, name="v")
-        with pytest.raises(errors.MisuseError, match=r"'v': an initial value of shape \(3,\) for the shape \(2,\)"):
+        with pytest.raises(errors.MisuseError, match=r"'v': the initial value has shape \(3,\), not \(2,\)"):
             Variable(np.zeros(3), name="v", shape=(2,))
         assert strategy.variables == []
         assert Variable(0, name="v").numpy() == 0

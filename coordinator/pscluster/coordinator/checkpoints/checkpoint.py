@@ -84,7 +84,7 @@ class Checkpoint(StaysHere):
     def _mark(self, number: int) -> MarkedCheckpoint:
         context, begin = self.context, time.monotonic()
         check_restored(context)
-        context.client.directory()  # a server that is gone is waited for here, not while nothing runs
+        context.client.directory()  # wait for a server that is gone here, not while functions are paused
         with self._paused():
             check_restored(context)  # others may have tried meanwhile
             if context.dataset_progress is not None:
@@ -217,7 +217,7 @@ class Checkpoint(StaysHere):
                 f"{path} has no {', '.join(map(repr, missing))}: give partial=True to leave them as they are"
             )
         if surplus := [name for name in index.variables if name not in known and name not in KEPT]:
-            logger.warning("%s has variables that are not here: %s", path, ", ".join(surplus))
+            logger.warning("%s has variables that this job does not have: %s", path, ", ".join(surplus))
 
     def _plan(self, index: Index, path: str, progress: bool) -> dict[int, ps_pb2.RestoreRequest]:
         requests = {server: ps_pb2.RestoreRequest() for server in range(self.context.client.num_servers)}
@@ -269,7 +269,9 @@ class MarkedCheckpoint:
             fs, where = fsspec.core.url_to_fs(path)
             fs.makedirs(where, exist_ok=True)
             if there(fs, join(where, INDEX)):
-                raise CheckpointError(f"there is a checkpoint in {path} already: nothing is written over one")
+                raise CheckpointError(
+                    f"{path} already holds a checkpoint, which is never overwritten: give another path"
+                )
             replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self._mark, path, _bytes(self._context))
             reach("coordinator.parts.after")
             for server, reply in enumerate(replies):

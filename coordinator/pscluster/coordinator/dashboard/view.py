@@ -326,9 +326,7 @@ def _problems(
 ) -> list[str]:
     """What is wrong, the worst first, in sentences."""
     found = [
-        f"{row['task']} is {row['state']}: whoever reads or updates there waits"
-        for row in servers
-        if row["good"] == "bad"
+        f"{row['task']} is {row['state']}: reads and updates there wait" for row in servers if row["good"] == "bad"
     ]
     for row in workers:
         if row["good"] == "bad":
@@ -336,7 +334,7 @@ def _problems(
             found.append(f"{row['task']} is {row['state']}{more}")
     found += [f"{row['task']} {row['state']}" for row in servers if row["state"] == "does not answer"]
     found += [
-        f"{row['task']} {row['state']}: if it stays so, its functions run again elsewhere"
+        f"{row['task']} {row['state']}: if that continues, its functions run again elsewhere"
         for row in workers
         if row["state"] == "does not answer"
     ]
@@ -388,7 +386,11 @@ def _health(snapshot: JobSnapshot, problems: list[str]) -> Json:
         state = "bad" if up == 0 or any(server.gone for server in snapshot.servers) else "warn"
         return {"state": state, "text": "Needs attention", "problems": problems}
     if queue.paused:
-        return {"state": "ok", "text": "A checkpoint is made: no function is handed out meanwhile", "problems": []}
+        return {
+            "state": "ok",
+            "text": "Making a checkpoint: no function is handed out until it is done",
+            "problems": [],
+        }
     if not queue.in_flight and not queue.waiting:
         return {"state": "idle", "text": "Healthy; nothing is scheduled", "problems": []}
     return {"state": "ok", "text": "Healthy, at work", "problems": []}

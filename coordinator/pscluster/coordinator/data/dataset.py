@@ -180,7 +180,7 @@ class DistributedDataset(StaysHere):
         """
         if buffer_size:
             raise TypeError(
-                f"shuffle({', '.join(map(repr, buffer_size))}): there is no buffer, all of the dataset is shuffled; "
+                f"shuffle({', '.join(map(repr, buffer_size))}): the whole dataset is shuffled, without a buffer; "
                 "write shuffle(), or shuffle(seed=...)"
             )
         seed = checks.whole("seed", seed, at_least=0)
@@ -202,12 +202,12 @@ class DistributedDataset(StaysHere):
         Batches of files do not cross from one file to the next.
         """
         if self._pipeline.batch is not None:
-            raise MisuseError(f"these are batches of {self._pipeline.batch} already")
+            raise MisuseError(f"the dataset is already batched by {self._pipeline.batch}")
         made = self._with(batch=checks.whole("batch size", size, at_least=1), drop_remainder=drop_remainder)
         if not made._pipeline.kept:
             raise ValueError(
-                f"of {self._pipeline.length} examples there is no batch of {size}, and drop_remainder=True drops them "
-                "all: give a smaller size"
+                f"of {self._pipeline.length} examples no batch of {size} can be made, and drop_remainder=True drops "
+                "them all: give a smaller size"
             )
         return made
 
@@ -350,7 +350,7 @@ class DistributedDataset(StaysHere):
             self._waited += waited
             self._skipped += sum(each.examples for each in skipped)
         for each in skipped:
-            logger.warning("skipped %d: %s", each.examples, each.why)
+            logger.warning("skipped %d examples: %s", each.examples, each.why)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset {self.name!r}>"
@@ -375,6 +375,6 @@ def distribute(
         raise TypeError(f"{source!r} is one file: give a list of files")
     found = source_of(source) if reader is None else Files(source, reader)
     if not len(found):
-        raise ValueError("the source has no examples: an epoch of nothing would never end, or at once")
+        raise ValueError("the source has no examples: give one with at least one")
     pipeline = Pipeline(found, progress.name() if name is None else name)
     return DistributedDataset(progress, pipeline, itertools.count(1), on_error=on_error, retries=retries)

@@ -290,7 +290,7 @@ class DatasetProgress:
                 try:
                     self.save()
                 except Exception as error:  # the next one may succeed, and until then there is the last one
-                    logger.warning("the positions of datasets could not be kept: %s", error)
+                    logger.warning("could not save the positions of datasets: %s", error)
 
     def restored(self) -> None:
         """A checkpoint was restored: its positions are those of the datasets."""

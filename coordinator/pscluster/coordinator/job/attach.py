@@ -149,7 +149,7 @@ def _show(context: JobContext) -> None:
     except ConfigurationError:
         raise
     except PsClusterError as error:
-        logger.error("%s; the job goes on without the page", error)
+        logger.error("%s; continuing without the live page", error)
     else:
         logger.info("the live page is at %s", page.url)
 
@@ -207,7 +207,7 @@ def _find_live(client: PsClient) -> LiveJob:
         if not prefix_of(spec.name):
             client.delete_variable(spec.name, spec.id, patient=True)
     names = [name for name in live.variables if not name.startswith(OURS)]
-    logger.info("going on with a job of %d variables: %s", len(names), ", ".join(names) or "none")
+    logger.info("resuming a job with %d variables: %s", len(names), ", ".join(names) or "none")
     return live
 
 

@@ -157,7 +157,9 @@ class JobContext:
 
     def hopeless(self) -> str:
         """Why it makes no sense to wait for an end in order: the whole cluster is ending, as a rule. Empty: it does."""
-        late = [f"{server} is out of reach for {s:.0f} s" for server, s in self.unreachable().items() if s > HOPELESS]
+        late = [
+            f"{server} has been unreachable for {s:.0f} s" for server, s in self.unreachable().items() if s > HOPELESS
+        ]
         return ", ".join(late)
 
     def server_is_lost(self, error: PSUnavailableError) -> None:
@@ -222,7 +224,7 @@ class JobContext:
         """A live page shows this job; it is closed when this is. MisuseError if the job is over."""
         with self._lock:
             if self.closed:
-                raise MisuseError("the job is over: there is nothing to show on a live page")
+                raise MisuseError("the job is over: a live page has nothing to show")
             self._pages.append(page)
 
     def close(self, reason: str) -> None:

@@ -64,7 +64,7 @@ class Losses:
             await tell_seen()
             await asyncio.get_running_loop().run_in_executor(self._thread, self._tell)
         except (PsClusterError, RuntimeError) as error:  # the latter: the job is over
-            logger.debug("it is not known what is lost: %s", error)
+            logger.debug("could not find out what was lost: %s", error)
         finally:
             with self._changed:
                 self._counting -= 1
@@ -79,7 +79,7 @@ class Losses:
             return
         listed = ", ".join(f"{count} of {name!r}" for name, count in news.items())
         text = f"acknowledged updates were lost with a parameter server's process, at least {listed}"
-        logger.warning("%s: see strategy.lost_updates(), and docs/guarantees.md for what loses none", text)
+        logger.warning("%s: see strategy.lost_updates(); docs/guarantees.md says how to lose none", text)
         self._event_log.record("coordinator", "note", text)
 
     def wait(self, left: float | None, away: Callable[[], bool]) -> None:

@@ -169,7 +169,7 @@ class ClusterCoordinator(FunctionQueue):
             verbose=1 if verbose == "auto" else int(verbose),
         )
         if not self._training.acquire(blocking=False):
-            raise MisuseError("a training of this coordinator goes on: wait for its end, or train in one thread")
+            raise MisuseError("this coordinator is already training: wait until fit() returns, or train in one thread")
         try:
             return training.run()
         finally:

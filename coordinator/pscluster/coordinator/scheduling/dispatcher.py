@@ -174,12 +174,12 @@ class Dispatcher:
                 if self._no_workers is not None:
                     raise self._no_workers.with_traceback(None)
                 if self._state.closed:
-                    raise CancelledError("the strategy is closed: no function can be scheduled any more")
+                    raise CancelledError("the strategy is closed: no more functions can be scheduled")
                 if self._scheduler.may_add(threading.get_ident()):
                     break
                 if not self._changed.wait(None if deadline is None else deadline - time.monotonic()):
                     raise WaitTimeoutError(
-                        f"the time is over before all was scheduled: {self._status.describe_locked()}"
+                        f"timed out before everything was scheduled: {self._status.describe_locked()}"
                     )
             pending = [value for value in blockers if value.status is RemoteValueStatus.NOT_READY]
             for value in blockers:
@@ -187,7 +187,8 @@ class Dispatcher:
                     raise CancelledError(f"an argument has no value: {value!r}") from value._error
             if self._scheduler.is_scheduled(call.key):
                 raise MisuseError(
-                    f"a function with the key {key!r} is scheduled and has not ended: a key names one piece of work"
+                    f"a function with the key {key!r} is already scheduled and has not ended: "
+                    "use one key per piece of work"
                 )
             task = Task(
                 call,

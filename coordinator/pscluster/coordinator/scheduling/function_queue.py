@@ -318,12 +318,13 @@ class FunctionQueue(StaysHere):
         if not callable(dataset_fn):
             if not isinstance(dataset_fn, Iterable):
                 raise ValueError(
-                    f"create_per_worker_dataset takes a function or something to iterate over, not a "
-                    f"{type(dataset_fn).__name__}"
+                    f"create_per_worker_dataset takes a function or an iterable, not a {type(dataset_fn).__name__}"
                 )
             elements = dataset_fn
             if isinstance(elements, Iterator):
-                raise ValueError("an iterator can be gone through once only: give a list, or a function that makes one")
+                raise ValueError(
+                    "an iterator can be iterated over only once: give a list, or a function that makes one"
+                )
             function = self._functions.anew(partial_of("elements", given, elements), holds_data=True)
         else:
             function = self._functions.get(dataset_fn)
@@ -421,7 +422,7 @@ class FunctionQueue(StaysHere):
             raise TypeError(f"evaluate takes a step function, not a {type(step).__name__}")
         if not isinstance(dataset, DistributedDataset):
             raise TypeError(
-                f"evaluate takes a dataset of which each example counts once, not a {type(dataset).__name__}: give "
+                f"evaluate takes a distributed dataset, not a {type(dataset).__name__}: give "
                 "coordinator.distribute_dataset(...).batch(64)"
             )
 
@@ -485,7 +486,7 @@ class FunctionQueue(StaysHere):
         except UnknownVariableError as error:
             if snapshot.are_lost():
                 raise UnavailableError(
-                    "a parameter server came back without the copies that were evaluated: evaluate again"
+                    "a parameter server was restarted without the evaluation snapshot: evaluate again"
                 ) from error
             raise
         finally:  # wherever Ctrl-C struck
@@ -544,7 +545,7 @@ class FunctionQueue(StaysHere):
             return self.strategy.resolve_handle(kind, key)
         found = self._per_worker.get(key)
         if found is None or found.handle_kind != kind:
-            raise MisuseError(f"a function returned a per-worker {kind} that nobody here has any more")
+            raise MisuseError(f"a function returned a per-worker {kind} that this coordinator no longer has")
         return found
 
     def captured(self, fn: Callable[..., Any]) -> FunctionHandle:
@@ -565,7 +566,7 @@ def _check_seconds(name: str, value: object) -> None:
 
 def _check_no_part(function: CapturedFunction) -> None:
     if any(isinstance(handle, DataPart) for handle in function.handles):
-        raise MisuseError(f"{function.name} has captured a part of a dataset: pass it as an argument")
+        raise MisuseError(f"{function.name} captures a part of a dataset: pass it as an argument")
 
 
 def _number_of(key: str) -> int:

@@ -112,7 +112,7 @@ class ServerAttachment:
             await self._diagnosis.diagnose(failure)
             raise self._why(failure) from None
         if event is grpc.aio.EOF:
-            raise UnavailableError(f"{self.peer} ended the attachment")
+            raise UnavailableError(f"{self.peer} ended the connection to this coordinator")
         if event.missing_rules:
             await self._declare_again(self.peer.index, event.missing_rules)
         self._attached, self.holding, self.restored, self.term = call, event.incarnation, event.restored, event.term
@@ -188,8 +188,8 @@ class ServerAttachment:
                 logger.warning("%s is back after %.1f s, with %s", self.peer, took, self.restored)
                 self._event_log.record(self.peer.task, "up", f"is back after {took:.1f} s, with {self.restored}")
             else:
-                logger.info("%s is in reach again after %.1f s", self.peer, took)
-                self._event_log.record(self.peer.task, "up", f"is in reach again after {took:.1f} s")
+                logger.info("%s is reachable again after %.1f s", self.peer, took)
+                self._event_log.record(self.peer.task, "up", f"is reachable again after {took:.1f} s")
 
     async def check(self) -> PSUnavailableError | None:
         """Why the server is lost, of which somebody else has said so; None if it answers, and holds what it held.

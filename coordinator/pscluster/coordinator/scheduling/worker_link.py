@@ -102,7 +102,7 @@ class WorkerLinks:
             except (*LOST_CONNECTION, PsClusterError) as error:
                 handle.why = str(why_lost(error, "it"))
             except Exception as error:  # a message that can't be written, for one; it must not end the link for good
-                logger.exception("the link to %s failed", handle.peer)
+                logger.exception("the connection to %s failed", handle.peer)
                 handle.why = f"{type(error).__name__}: {error}"
             finally:
                 handle.up = self._scheduler.workers[index].idle = False
@@ -162,7 +162,7 @@ class WorkerLinks:
             if heart.done():
                 raise UnavailableError(heart.result())
             if doom.done():
-                raise UnavailableError("it runs a function that does not stop, though its time is over")
+                raise UnavailableError("it runs a function that does not stop after its timeout")
             if reader.done() and not watcher.done():  # if it left, the word of that is just behind
                 await asyncio.wait((watcher,), timeout=LEAVE_SECONDS)
             if watcher.done():
