@@ -41,7 +41,7 @@ class ParameterServerStrategy(Strategy):
         seed: from which per-worker datasets derive theirs.
         token: the cluster token; default: from the environment, as certificates are (PSCLUSTER_TLS).
         connect_timeout: seconds to wait for the cluster's tasks.
-        ps_timeout: seconds for which a parameter server that is gone is waited for, by functions and by all calls
+        ps_timeout: seconds to wait for a parameter server that is gone, by functions and by all calls
             here. One that comes back with what it held is gone on with.
         job_name: names the job to the servers. Default: the path of the script.
         resume: go on with what the servers hold of a job of this name whose coordinator has died: variables and
@@ -195,7 +195,7 @@ class ParameterServerStrategy(Strategy):
 
     @contextlib.contextmanager
     def colocate_vars_with(self, variable: Variable | Shard) -> Iterator[None]:
-        """Within the block new variables are put, whole, on the server of this shard or of the variable's first."""
+        """Put new variables within the block, whole, on the server of this shard or of the variable's first."""
         if not isinstance(variable, Variable | Shard):
             raise TypeError(f"colocate_vars_with takes a variable or a shard of one, not a {type(variable).__name__}")
         whole = variable.variable if isinstance(variable, Shard) else variable
@@ -213,7 +213,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def variables(self) -> list[Variable]:
-        """All variables, in the order in which they were made."""
+        """Return all variables, in the order in which they were made."""
         return self.context.variables.of_user
 
     def delete_variable(self, variable: Variable) -> None:

@@ -258,7 +258,7 @@ class FunctionQueue(StaysHere):
         return self._dispatcher.pending()
 
     def explain(self) -> str:
-        """What is waited for, by whom and since when, in a few lines: for a job that seems to hang.
+        """Explain in a few lines what waits for what and since when, for a job that seems to hang.
 
         The log says it by itself when nothing has come back for a minute.
         """
@@ -271,7 +271,7 @@ class FunctionQueue(StaysHere):
 
     @property
     def telemetry(self) -> CoordinatorTelemetry:
-        """Figures of the job, for whoever looks on: `telemetry.snapshot()`."""
+        """Return figures of the job, for monitoring: `telemetry.snapshot()`."""
         return self.strategy.telemetry
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
@@ -503,7 +503,7 @@ class FunctionQueue(StaysHere):
 
     @property
     def workers_up(self) -> int:
-        """How many workers take functions now."""
+        """Return how many workers take functions now."""
         return self._dispatcher.workers_up
 
     def describe(self) -> str:
