@@ -451,7 +451,7 @@ def test_renewal_under_a_running_job(tmp_path: Path) -> None:
         with first:
             pass  # killed
         roles.ps(0).wait_for("serving on")
-        coordinator.wait_for("is in reach again|is back after")
+        coordinator.wait_for("is reachable again|is back after")
         gate.touch()
         coordinator.wait_for(DONE)
         assert coordinator.wait() == 0
@@ -868,7 +868,7 @@ def test_certs_command(tmp_path: Path) -> None:
 
     code, output = run("certs", str(folder))
     assert code == 2
-    assert output.startswith(f"pscluster: there are certificates in {folder}, which stay as they are: say --renew")
+    assert output.startswith(f"pscluster: {folder} already has certificates, which are kept: give --renew")
     assert {name: (folder / name).read_bytes() for name in files} == before
 
     assert run("certs", str(folder), "--renew", "--host", "another.example.com") == (0, "")

@@ -63,7 +63,7 @@ class CoordinatorTelemetry(Telemetry):
         """Return the job's metrics, those of its dispatcher and of its client."""
         context = self._context()
         assert context is not None  # who asks holds it, or is closed with it
-        counts, dispatcher, checkpoints = context.counts, context.dispatcher, context.observed.checkpoints
+        counts, dispatcher, checkpoints = context.counts, context.dispatcher, context.event_log.checkpoints
         return {
             **(self._nothing if dispatcher is None else dispatcher.metrics()),
             "functions_retried_total": {"worker lost": counts.retried_lost, "failed": counts.retried_failed},
