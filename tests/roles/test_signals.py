@@ -99,8 +99,9 @@ def test_coordinator_in_join(number: signal.Signals, tmp_path: Path) -> None:
 def test_script_that_handles_the_signal(tmp_path: Path) -> None:
     """A script sees SIGTERM as a KeyboardInterrupt, and may end in its own way and with its own code."""
     source = HELD.replace(
-        "coordinator.join()",
+        'print("joining", flush=True)\ncoordinator.join()',
         "try:\n"
+        "    print('joining', flush=True)\n"
         "    coordinator.join()\n"
         "except KeyboardInterrupt:\n"
         "    print('saved', w.numpy().tolist(), flush=True)\n"

@@ -145,7 +145,7 @@ def test_run(tmp_path: Path) -> None:
     expected = {
         (): r"trained 10\.0 True unix:/tmp/psc-\w+\.tmp/ps-0",
         ("--transport", "tcp"): r"trained 10\.0 True 127\.0\.0\.1:\d+",
-        ("--tls",): r"trained 10\.0 False 127\.0\.0\.1:\d+",
+        ("--tls",): r"trained 10\.0 True 127\.0\.0\.1:\d+",
     }
     with ExitStack() as stack:
         commands = {options: [*PSCLUSTER, "run", *options, str(script)] for options in expected}

@@ -27,7 +27,7 @@ class Limits(TypedDict, total=False):
 
 
 _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
-_NO_NUMBERS = (bool, np.bool_, str, bytes, bytearray)  # though float() and int() take them
+_NO_NUMBERS = (bool, np.bool_, complex, np.complexfloating, str, bytes, bytearray)  # though float() or int() takes them
 
 
 def real(

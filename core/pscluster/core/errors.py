@@ -213,8 +213,10 @@ def from_rpc(error: grpc.RpcError, peer: str) -> PsClusterError:
         return AuthenticationError(f"{peer} refused the cluster token: {details}")
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return ProtocolError(f"{peer} speaks gRPC but is not a pscluster role of this kind: {details}")
-    # A server that stops cancels what is under way: it may be started again.
-    if code in RETRYABLE or code is grpc.StatusCode.CANCELLED:
+    # A server that stops cancels what is under way: it may be started again. And where a call ends while a request is
+    # being written, grpc.aio has no status but its own.
+    cut_off = code is grpc.StatusCode.INTERNAL and details == "Internal error from Core"
+    if cut_off or code in RETRYABLE or code is grpc.StatusCode.CANCELLED:
         if details.startswith("failed to connect to all addresses"):  # gRPC repeats the address, which the peer has
             details = details.rpartition(": ")[2]
         return UnavailableError(f"{peer} can't be reached: {code.name}: {details}")
