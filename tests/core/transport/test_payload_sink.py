@@ -64,7 +64,7 @@ def test_too_much_and_too_little() -> None:
     landing = Landing(ps_pb2.Request, [view(target)])
     landing.put(ps_pb2.Request(last=True), memoryview(bytes(20)))
     assert not landing.complete
-    with pytest.raises(ProtocolError, match="a frame behind the last one"):
+    with pytest.raises(ProtocolError, match="a frame after the last one"):
         landing.put(ps_pb2.Request(), memoryview(bytes(12)))
 
 

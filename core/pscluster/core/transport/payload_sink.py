@@ -50,7 +50,7 @@ class Landing:
         """What has come of a frame's payload."""
         again = getattr(frame, "again", False)
         if self._last and not again:
-            raise ProtocolError("a frame behind the last one")
+            raise ProtocolError("a frame after the last one")
         if again:
             self._which, self._done, self.missing = self._before
         self._before = self._which, self._done, self.missing
