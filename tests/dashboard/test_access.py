@@ -61,7 +61,7 @@ def test_on_loopback(coordinator: ClusterCoordinator) -> None:
         state = json.loads(ask(page, "/state.json")[2])
         assert [row["task"] for row in state["workers"]] == ["worker 0", "worker 1"]
         assert {row["state"] for row in state["servers"]} == {"serving"}
-        coordinator.context.observed.tell("worker 0", "error", "it failed", "a traceback: \u00e9")
+        coordinator.context.event_log.record("worker 0", "error", "it failed", "a traceback: \u00e9")
         (error,) = json.loads(ask(page, "/state.json")[2])["errors"]
         assert ask(page, f"/error/{error['number']}")[2] == "a traceback: \u00e9\n"
         assert error["detail"] not in ask(page, "/events")[2]

@@ -25,7 +25,7 @@ from pscluster.coordinator import (
     ProgressLine,
     Variable,
 )
-from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.observability.events import EventLog
 
 pytestmark = [needs_browser, pytest.mark.timeout(240)]
 
@@ -227,14 +227,14 @@ def test_the_same_again(coordinator: ClusterCoordinator, tmp_path: Path) -> None
 def test_another_job_at_the_same_address(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
     """Its errors, whose numbers are those of the old one's, are shown in their place; or the form for its token."""
     strategy = coordinator.strategy
-    strategy.context.observed.tell("worker 0", "error", "the old one's")
+    strategy.context.event_log.record("worker 0", "error", "the old one's")
     with browser(tmp_path / "profile") as driver:
         with Dashboard(coordinator, "127.0.0.1:0") as page:
             driver.get(page.url)
             shows(driver, lambda: "the old one's" in text_of(driver, "#errors"), "the error")
             address = urlsplit(page.url).netloc
-        strategy.context.observed = Observed()  # as a new coordinator has
-        strategy.context.observed.tell("worker 0", "error", "the new one's")
+        strategy.context.event_log = EventLog()  # as a new coordinator has
+        strategy.context.event_log.record("worker 0", "error", "the new one's")
         with Dashboard(coordinator, address):
             shows(driver, lambda: "the new one's" in text_of(driver, "#errors"), "the new job's error")
             assert "the old one's" not in text_of(driver, "main")

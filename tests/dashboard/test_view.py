@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from pscluster.coordinator import ClusterCoordinator
 from pscluster.coordinator.cli.status import Answer, Asker
-from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
+from pscluster.coordinator.dashboard.view import JobSnapshot, ServerStats, page
 from pscluster.coordinator.dashboard.watch import Watch
-from pscluster.coordinator.observability.events import MAX_DETAIL, MAX_EVENTS, Observed, Saved, Series, Training
+from pscluster.coordinator.observability.events import MAX_DETAIL, MAX_EVENTS, EventLog, Saved, Series, Training
 from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
 from pscluster.coordinator.scheduling.queue_stats import QueueStats, WorkerStats
 from pscluster.core.transport.channels import PeerAddress
@@ -43,10 +43,10 @@ def worker(index: int, **other: Any) -> WorkerStats:
     return WorkerStats(peer=WORKERS[index], **{**usual, **other})
 
 
-def seen(*workers: WorkerStats, gone: float = 0.0, error: str = "", waiting: int = 0, **other: Any) -> Seen:
+def snapshot(*workers: WorkerStats, gone: float = 0.0, error: str = "", waiting: int = 0, **other: Any) -> JobSnapshot:
     """A job with these workers."""
     has = sum(each.has for each in workers)
-    look = QueueStats(waiting, 0.0, has, 30 + has, 30, 0, 0, 0, paused=False, error=error, workers=workers)
+    queue = QueueStats(waiting, 0.0, has, 30 + has, 30, 0, 0, 0, paused=False, error=error, workers=workers)
     replies = {
         peer.task: node_pb2.StatusReply(
             identity=node_pb2.Identity(role=peer.role, index=peer.index, incarnation=1), state="serving"
@@ -61,19 +61,19 @@ def seen(*workers: WorkerStats, gone: float = 0.0, error: str = "", waiting: int
         "memory_bytes": 1,
         "ended": False,
         "connected": True,
-        "look": look,
-        "servers": [ServerLook(PS[0], 0.0), ServerLook(PS[1], gone)],
+        "queue": queue,
+        "servers": [ServerStats(PS[0], 0.0), ServerStats(PS[1], gone)],
         "workers": WORKERS,
         "replies": replies,
         "asked": True,
         "rates": Rates({}, []),
-        "observed": Observed(),
+        "event_log": EventLog(),
         "series": Series(90.0),
     }
-    return Seen(**{**usual, **other})
+    return JobSnapshot(**{**usual, **other})
 
 
-def health(shown: Seen) -> tuple[str, str, list[str]]:
+def health(shown: JobSnapshot) -> tuple[str, str, list[str]]:
     """State, sentence, and what is wrong."""
     found = page(shown)["health"]
     return found["state"], found["text"], found["problems"]
@@ -82,55 +82,58 @@ def health(shown: Seen) -> tuple[str, str, list[str]]:
 def test_verdicts() -> None:
     """The first line says how it is; what is wrong follows, the worst first."""
     fine = [worker(index) for index in range(3)]
-    assert health(seen(*fine)) == ("ok", "Healthy, at work", [])
-    assert health(seen(*(worker(index, has=0) for index in range(3))))[:2] == ("idle", "Healthy; nothing is scheduled")
-    assert health(seen(*fine, ended=True)) == ("over", "The job is over", [])
-    assert health(seen(*fine, connected=False))[1] == "Waiting for the cluster's tasks"
-    assert health(seen(*fine, error="step failed"))[2] == ["step failed"]
+    assert health(snapshot(*fine)) == ("ok", "Healthy, at work", [])
+    assert health(snapshot(*(worker(index, has=0) for index in range(3))))[:2] == (
+        "idle",
+        "Healthy; nothing is scheduled",
+    )
+    assert health(snapshot(*fine, ended=True)) == ("over", "The job is over", [])
+    assert health(snapshot(*fine, connected=False))[1] == "Waiting for the cluster's tasks"
+    assert health(snapshot(*fine, error="step failed"))[2] == ["step failed"]
     dead = worker(2, up=False, has=0, why="killed")
     slow = worker(1, seconds=0.3)
-    state, text, problems = health(seen(worker(0), slow, dead, gone=3.0))
+    state, text, problems = health(snapshot(worker(0), slow, dead, gone=3.0))
     assert (state, text) == ("bad", "Needs attention")
     assert problems == [
-        "ps 1 is unreachable for 3 s: whoever reads or updates there waits",
+        "ps 1 is unreachable for 3 s: reads and updates there wait",
         "worker 2 is gone: killed; its functions run again elsewhere",
         "worker 1 is a straggler: its functions take 3 times as long as the others'",
     ]
-    assert health(seen(worker(0), worker(1), dead))[0] == "warn"
-    assert health(seen(*(worker(index, up=False, has=0, restarts=-1) for index in range(3))))[0] == "bad"
-    failed = Observed()
-    failed.tell("worker 1", "error", "step failed on worker 1", "its traceback")
-    assert health(seen(*fine, ended=True, observed=failed))[2] == ["its last error: step failed on worker 1"]
-    assert page(seen(*fine, ended=True, observed=failed))["errors"][0]["detail"] == "its traceback"
-    assert "detail" not in page(seen(*fine, observed=failed))["errors"][0]
-    stuck = health(seen(worker(0), worker(1), worker(2, quiet=45.0)))
+    assert health(snapshot(worker(0), worker(1), dead))[0] == "warn"
+    assert health(snapshot(*(worker(index, up=False, has=0, restarts=-1) for index in range(3))))[0] == "bad"
+    failed = EventLog()
+    failed.record("worker 1", "error", "step failed on worker 1", "its traceback")
+    assert health(snapshot(*fine, ended=True, event_log=failed))[2] == ["its last error: step failed on worker 1"]
+    assert page(snapshot(*fine, ended=True, event_log=failed))["errors"][0]["detail"] == "its traceback"
+    assert "detail" not in page(snapshot(*fine, event_log=failed))["errors"][0]
+    stuck = health(snapshot(worker(0), worker(1), worker(2, quiet=45.0)))
     assert stuck[2] == ["worker 2: nothing has come back from step for 45 s"]
 
 
 def test_slow_data() -> None:
     """Who spends most of the time in waiting for it is named."""
     rates = Rates({f"worker {index}": TaskRates(waited=waited) for index, waited in enumerate((0.1, 0.62, 0.5))}, [])
-    (problem,) = health(seen(*(worker(index) for index in range(3)), rates=rates))[2]
+    (problem,) = health(snapshot(*(worker(index) for index in range(3)), rates=rates))[2]
     assert problem.startswith("worker 1, worker 2: up to 62% of the time goes by in waiting for data")
 
 
 def test_a_checkpoint_that_is_missing() -> None:
     """It is wrong until there is one in the same folder, though functions run."""
-    observed, fine = Observed(), [worker(index) for index in range(3)]
-    observed.not_saved("/a/ckpt-000001", "No space left on device")
-    observed.saved(Saved("/b/ckpt-000001", 1.0, 0.1, 0.1, 1))
-    state, text, (problem,) = health(seen(*fine, observed=observed))
+    event_log, fine = EventLog(), [worker(index) for index in range(3)]
+    event_log.not_saved("/a/ckpt-000001", "No space left on device")
+    event_log.saved(Saved("/b/ckpt-000001", 1.0, 0.1, 0.1, 1))
+    state, text, (problem,) = health(snapshot(*fine, event_log=event_log))
     assert (state, text) == ("warn", "Needs attention")
     assert problem.startswith("the checkpoint /a/ckpt-000001 was not written: No space left on device; until one is")
-    observed.saved(Saved("/a/ckpt-000002", 2.0, 0.1, 0.1, 1))
-    assert health(seen(*fine, observed=observed)) == ("ok", "Healthy, at work", [])
+    event_log.saved(Saved("/a/ckpt-000002", 2.0, 0.1, 0.1, 1))
+    assert health(snapshot(*fine, event_log=event_log)) == ("ok", "Healthy, at work", [])
 
 
 def test_a_silent_task() -> None:
     """Who does not answer is said to, though its connection stands: it may be frozen."""
-    shown = seen(*(worker(index) for index in range(3)))
-    frozen = Seen(**{**{name: getattr(shown, name) for name in Seen.__dataclass_fields__}, "replies": {}})
-    assert "worker 0 does not answer: if it stays so, its functions run again elsewhere" in health(frozen)[2]
+    shown = snapshot(*(worker(index) for index in range(3)))
+    frozen = JobSnapshot(**{**{name: getattr(shown, name) for name in JobSnapshot.__dataclass_fields__}, "replies": {}})
+    assert "worker 0 does not answer: if that continues, its functions run again elsewhere" in health(frozen)[2]
     assert {row["state"] for row in page(frozen)["servers"]} == {"does not answer"}
 
 
@@ -141,22 +144,22 @@ def test_what_is_hot() -> None:
         VariableRates("small", 10, update_bytes=20.0, servers={0: 5.0, 1: 15.0}),
     ]
     tasks = {"ps 0": TaskRates(bytes_in=5.0, bytes_out=80.0), "ps 1": TaskRates(bytes_in=15.0)}
-    found = page(seen(worker(0), rates=Rates(tasks, variables)))
+    found = page(snapshot(worker(0), rates=Rates(tasks, variables)))
     assert [(row["name"], row["share"], row["hot"]) for row in found["variables"]] == [
         ("big", 0.8, True),
         ("small", 0.2, False),
     ]
     assert found["variables"][1]["servers"] == [["ps 0", 0.25], ["ps 1", 0.75]]
     assert [(row["share"], row["hot"]) for row in found["servers"]] == [(0.85, True), (0.15, False)]
-    assert not page(seen(worker(0), rates=Rates({}, variables[:1])))["variables"][0]["hot"]
+    assert not page(snapshot(worker(0), rates=Rates({}, variables[:1])))["variables"][0]["hot"]
 
 
 def test_numbers_that_are_none() -> None:
     """A loss of NaN or infinity is JSON all the same."""
-    observed, series = Observed(), Series(90.0)
-    observed.trained(Training(logs={"loss": math.nan, "other": math.inf}))
-    series.add(91.0, 10, observed.take_loss())
-    found = json.loads(json.dumps(page(seen(worker(0), observed=observed, series=series)), allow_nan=False))
+    event_log, series = EventLog(), Series(90.0)
+    event_log.trained(Training(logs={"loss": math.nan, "other": math.inf}))
+    series.add(91.0, 10, event_log.take_loss())
+    found = json.loads(json.dumps(page(snapshot(worker(0), event_log=event_log, series=series)), allow_nan=False))
     assert found["training"]["logs"] == [["loss", "nan"], ["other", "inf"]]
     assert found["series"]["losses"] == ["nan"]
 
@@ -167,39 +170,39 @@ def test_what_is_told_is_not_kept() -> None:
     class Tensor(float):
         pass
 
-    observed, told = Observed(), Tensor(0.5)
+    event_log, told = EventLog(), Tensor(0.5)
     alive = weakref.ref(told)
-    observed.trained(Training(logs={"loss": told}))
+    event_log.trained(Training(logs={"loss": told}))
     del told
     assert alive() is None
-    assert observed.training.logs == {"loss": 0.5}
-    assert observed.take_loss() == (0.5, 1)
+    assert event_log.training.logs == {"loss": 0.5}
+    assert event_log.take_loss() == (0.5, 1)
 
 
 def test_a_flood_is_bounded() -> None:
     """Of many events the last are kept, of long tracebacks the end; retries do not drive out errors."""
-    observed = Observed()
-    observed.tell("worker 0", "error", "first", "x" * 100_000 + "end")
+    event_log = EventLog()
+    event_log.record("worker 0", "error", "first", "x" * 100_000 + "end")
     for number in range(5000):
-        observed.tell("worker 0", "retry", f"again {number}")
-    assert len(observed.events) == MAX_EVENTS
-    (error,) = observed.errors
+        event_log.record("worker 0", "retry", f"again {number}")
+    assert len(event_log.events) == MAX_EVENTS
+    (error,) = event_log.errors
     assert len(error.detail) == MAX_DETAIL
     assert error.detail.endswith("end")
 
 
 def test_now_is_now() -> None:
     """After hours, too, when a point of the curves takes minutes; and a clock that jumps moves all of a curve."""
-    observed, series = Observed(), Series(0.0)
+    event_log, series = EventLog(), Series(0.0)
     for second in range(1, 36_001):
         series.add(float(second), 100 * second, (2.0, 1.0))
     for second in range(36_001, 36_005):
         series.add(float(second), 3_600_000, (0.5, 1.0))
-    shown = page(seen(worker(0), now=1000.0, clock=36_004.0, observed=observed, series=series))
+    shown = page(snapshot(worker(0), now=1000.0, clock=36_004.0, event_log=event_log, series=series))
     assert shown["queue"]["rate"] == 0.0
     assert shown["series"]["loss_now"] == 0.5
     assert shown["series"]["times"][-1] == 1000.0
-    assert shown["running"] == 36_004.0 - observed.since
+    assert shown["running"] == 36_004.0 - event_log.since
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 100), st.integers(0, 1000)), min_size=1, max_size=300), st.integers(4, 40))
@@ -241,45 +244,47 @@ def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.M
 
 def test_the_words_of_the_launcher() -> None:
     """How a process ended takes the place of what its connection said, whoever was first; a death counts once."""
-    observed = Observed()
-    observed.tell("worker 2", "down", "is gone: Socket closed")
-    observed.exited("worker 2", "(pid 7) was killed by SIGKILL; restarting in 0.5 s")
+    event_log = EventLog()
+    event_log.record("worker 2", "down", "is gone: Socket closed")
+    event_log.exited("worker 2", "(pid 7) was killed by SIGKILL; restarting in 0.5 s")
     dead = worker(2, up=False, has=0, why="Socket closed")
-    (problem,) = health(seen(worker(0), worker(1), dead, observed=observed))[2]
+    (problem,) = health(snapshot(worker(0), worker(1), dead, event_log=event_log))[2]
     assert problem.startswith("worker 2 is gone: (pid 7) was killed by SIGKILL; restarting in 0.5 s; its functions")
-    observed.tell("worker 2", "up", "is back")
-    observed.exited("worker 2", "(pid 7) was killed by SIGKILL; restarted as pid 8")
-    (row,) = (row for row in page(seen(worker(0), worker(1), worker(2), observed=observed))["workers"] if row["story"])
+    event_log.record("worker 2", "up", "is back")
+    event_log.exited("worker 2", "(pid 7) was killed by SIGKILL; restarted as pid 8")
+    (row,) = (
+        row for row in page(snapshot(worker(0), worker(1), worker(2), event_log=event_log))["workers"] if row["story"]
+    )
     assert [each["text"] for each in row["story"]] == [
         "is back",
         "(pid 7) was killed by SIGKILL; restarted as pid 8",
     ]
     assert (row["state"], row["deaths"]) == ("working", 1)
 
-    observed.exited("ps 1", "(pid 9) was killed by SIGKILL; restarted as pid 10")
-    observed.tell("ps 1", "down", "is unreachable; retrying for up to 600 s")
-    shown = page(seen(worker(0), gone=2.0, observed=observed))["servers"][1]
+    event_log.exited("ps 1", "(pid 9) was killed by SIGKILL; restarted as pid 10")
+    event_log.record("ps 1", "down", "is unreachable; retrying for up to 600 s")
+    shown = page(snapshot(worker(0), gone=2.0, event_log=event_log))["servers"][1]
     assert shown["state"] == "unreachable for 2 s: (pid 9) was killed by SIGKILL; restarted as pid 10"
     assert (shown["deaths"], len(shown["story"])) == (1, 1)
-    observed.tell("ps 1", "up", "is back after 2 s")
-    observed.tell("ps 1", "down", "is unreachable")
-    assert observed.deaths["ps 1"] == 2
+    event_log.record("ps 1", "up", "is back after 2 s")
+    event_log.record("ps 1", "down", "is unreachable")
+    assert event_log.deaths["ps 1"] == 2
 
 
 def test_the_curve_ends_at_the_number() -> None:
     """The tile, the words beside a curve, and the end of the curve are one number, after hours, too."""
-    observed, series = Observed(), Series(0.0)
+    event_log, series = EventLog(), Series(0.0)
     for second in range(1, 2_001):
-        observed.trained(Training(logs={"loss": 1 / second, "accuracy": 0.5}), steps=second % 3, examples=32)
-        series.add(float(second), 7 * second + second % 5, observed.take_loss(), observed.steps)
+        event_log.trained(Training(logs={"loss": 1 / second, "accuracy": 0.5}), steps=second % 3, examples=32)
+        series.add(float(second), 7 * second + second % 5, event_log.take_loss(), event_log.steps)
         if second in (1, 2, 5, 100, 301, 2_000):
-            shown = page(seen(worker(0), observed=observed, series=series))
+            shown = page(snapshot(worker(0), event_log=event_log, series=series))
             assert shown["series"]["rates"][-1] == shown["queue"]["rate"]
             assert shown["series"]["losses"][-1] == shown["series"]["loss_now"]
             assert dict(shown["training"]["logs"])["loss"] == shown["series"]["loss_now"]
     assert shown["training"]["step_rate"] == pytest.approx(1.0)
     assert shown["training"]["example_rate"] == 32
-    assert page(seen(worker(0)))["training"]["step_rate"] is None
+    assert page(snapshot(worker(0)))["training"]["step_rate"] is None
 
 
 def test_a_hot_server_needs_attention() -> None:
@@ -293,7 +298,7 @@ def test_a_hot_server_needs_attention() -> None:
         ]
         tasks = {f"ps {index}": TaskRates() for index in range(2)}
         tasks |= {f"ps {ps}": TaskRates(bytes_out=scale * share) for ps, share in servers}
-        _, text, problems = health(seen(*fine, rates=Rates(tasks, variables)))
+        _, text, problems = health(snapshot(*fine, rates=Rates(tasks, variables)))
         return text, problems
 
     text, problems = at(1e7, (0, 0.22), (1, 0.78))

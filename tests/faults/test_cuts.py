@@ -288,7 +288,7 @@ def test_nothing_that_has_begun_ends_without_workers(tmp_path: Path) -> None:
         assert stranded(0.1) == ""
         job.kill(0)
         until(lambda: stranded(0.1), "it is known that there is no worker")
-        assert "functions that were cut short wait to be run again: held, begun on worker 0" in stranded(0.1)
+        assert "interrupted functions wait to be run again: held, begun on worker 0" in stranded(0.1)
         assert stranded(60.0) == ""
 
 
@@ -500,7 +500,7 @@ def broken_off(tmp_path: Path) -> Iterator[tuple[Job, CheckpointManager, list[Va
                 manager.restore()
         assert not isinstance(caught.value, PSUnavailableError), "the job is not lost"
         with pytest.raises(
-            CheckpointError, match=r"nothing is saved, since the restore of .*ckpt-000001 was broken off"
+            CheckpointError, match=r"nothing is saved, because the restore of .*ckpt-000001 was broken off"
         ):
             manager.save()
         assert len(manager.checkpoints) == 1

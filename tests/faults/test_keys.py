@@ -121,9 +121,9 @@ def test_a_key_names_one_piece_of_work(tmp_path: Path) -> None:
     with running_job(1, 1) as job:
         folder = str(tmp_path)
         held = job.coordinator.schedule(wait_for, args=(folder, "go"), key="held")
-        with pytest.raises(MisuseError, match="a function with the key 'held' is scheduled and has not ended"):
+        with pytest.raises(MisuseError, match="a function with the key 'held' is already scheduled and has not ended"):
             job.coordinator.schedule(wait_for, args=(folder, "go"), key="held")
-        with pytest.raises(MisuseError, match=r"functions with the keys \['held'\] have not ended: join first"):
+        with pytest.raises(MisuseError, match=r"functions with the keys \['held'\] have not ended: call join"):
             job.coordinator.forget_keys(["other", "held"])
         note(folder, "go")
         held.fetch(PATIENCE)

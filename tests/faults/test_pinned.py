@@ -166,7 +166,9 @@ def test_a_server_dies_while_it_copies(tmp_path: Path) -> None:
             armed.until_struck(fault, calls=False)
             assert copies(strategy) == [set(), set()]
         armed.arm(fault := "ps/ps.create.before=kill@2")
-        with pytest.raises(UnavailableError, match=r"came back without the copies .*: evaluate again") as raised:
+        with pytest.raises(
+            UnavailableError, match=r"was restarted without the evaluation snapshot: evaluate again"
+        ) as raised:
             evaluate()
         assert not isinstance(raised.value, PSUnavailableError), "the job is not lost"
         armed.until_struck(fault, calls=False)

@@ -113,7 +113,7 @@ def test_it_is_asked_to_end(script: Path, tmp_path: Path, number: signal.Signals
         with started(cluster, script, tmp_path, 30, 0, errors=errors) as first:
             wait_for(str(tmp_path), "enough")
             first.send_signal(number)
-            until(lambda: f"{number.name}: the training ends" in errors.read_text(), "it has heard")
+            until(lambda: f"{number.name}: training stops" in errors.read_text(), "it has heard")
             (tmp_path / "go on").touch()
             assert first.wait(PATIENCE) == 128 + number
         assert not (tmp_path / "result").exists()

@@ -25,7 +25,7 @@ from pscluster.coordinator.api import (
     Variable,
     metrics,
 )
-from pscluster.coordinator.data import positions
+from pscluster.coordinator.data import dataset_progress
 
 EXAMPLES = 100_000
 
@@ -47,7 +47,7 @@ DEATHS = [
 @pytest.mark.timeout(300)
 def test_workers_die_at_named_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred thousand numbered examples, three epochs; positions are written, and keys forgotten, all the time."""
-    monkeypatch.setattr(positions, "SAVE_SECONDS", 0.2)
+    monkeypatch.setattr(dataset_progress, "SAVE_SECONDS", 0.2)
     with (
         armed_cluster(tmp_path / "faults", 2, 2, durability="log", revive=True) as armed,
         ParameterServerStrategy(armed.cluster, FixedShardsPartitioner(2), connect_timeout=PATIENCE) as strategy,
@@ -79,11 +79,11 @@ SCRIPT = """
         CheckpointManager, ClusterCoordinator, FixedShardsPartitioner, IndexedSlices, ParameterServerStrategy,
         TFConfigClusterResolver, Variable,
     )
-    from pscluster.coordinator.data import positions
+    from pscluster.coordinator.data import dataset_progress
     from tests.faults.steps import note, wait_for
 
     folder, examples, stop, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    positions.SAVE_SECONDS = seconds
+    dataset_progress.SAVE_SECONDS = seconds
     strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
     with strategy.scope():
         counts = Variable(np.zeros(examples, np.int64), name="visited")

@@ -37,7 +37,7 @@ from pscluster.coordinator.checkpoints.index import (
     check_whole,
     read_index,
 )
-from pscluster.coordinator.data.visits import Visits
+from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.coordinator.job.progress import decoded
 from pscluster.core.cluster.spec import TFConfig, parse_address
 from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError, from_kind
@@ -686,9 +686,9 @@ def _tf_config(data: bytes) -> None:
 def _position(data: bytes) -> None:
     """What is kept of datasets' positions, in a variable."""
     for state in decoded(data).values():
-        visits = Visits(1000, 990)
-        visits.load(state if isinstance(state, dict) else {})
-        visits.take(visits.epoch, lambda start: start + 10)
+        coverage = EpochCoverage(1000, 990)
+        coverage.load(state if isinstance(state, dict) else {})
+        coverage.take(coverage.epoch, lambda start: start + 10)
 
 
 def _position_examples() -> list[bytes]:

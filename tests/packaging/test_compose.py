@@ -152,7 +152,7 @@ def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> N
     found = re.search(r"test accuracy (\d\.\d+)", text)
     assert found is not None
     assert float(found[1]) >= 0.96, text
-    assert "going on with a job of" in text, text
+    assert "resuming a job with" in text, text
 
 
 def pid_in(project: str, service: str, files: Sequence[Path]) -> int:

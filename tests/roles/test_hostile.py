@@ -1,4 +1,4 @@
-"""Strangers at the ports of a cluster while it works: they cost it their own connections, and nobody else anything."""
+"""Unauthenticated callers at the ports of a working cluster cost it their own connections, and nobody else anything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pscluster.core.ids import make_identity
 from pscluster.core.limits import raise_descriptor_limit
 from pscluster.core.security.authenticator import CALL_METADATA
 from pscluster.core.security.channel import AuthenticatedChannel
-from pscluster.core.security.connection_reaper import _LOOKS_TO_FORGET, Doorkeeper, _peer_of
+from pscluster.core.security.connection_reaper import _LOOKS_TO_FORGET, ConnectionReaper, _peer_of
 from pscluster.core.security.handshake import Secret
 from pscluster.core.security.refusals import BURST
 from pscluster.core.transport.channels import NODE_SERVICE, open_channel
@@ -169,13 +169,13 @@ def test_who_is_refused_again_and_again_is_closed(working: Working) -> None:
     address, data = working.addresses["ps"], working.data_addresses()["ps"]
     calls = b"".join(head("/pscluster.v1.Node/Status", 2 * n + 1) for n in range(64))
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(opened(address)) for _ in range(3 * BURST // 64)]
-        for connection in strangers:
+        crowd = [stack.enter_context(opened(address)) for _ in range(3 * BURST // 64)]
+        for connection in crowd:
             connection.sendall(PREFACE + frame(4, 0, 0) + calls)
             connection.setblocking(False)
 
         def closed() -> bool:
-            return any(map(has_ended, strangers))
+            return any(map(has_ended, crowd))
 
         until(closed, "a connection is closed")
     assert working.answers("ps")
@@ -231,8 +231,8 @@ def test_a_crowd_and_slow_ones(working: Working) -> None:
     assert all(size < GROWTH for size in grown.values()), grown
 
 
-def test_strangers_do_not_keep_others_out(tmp_path: Path) -> None:
-    """A role with few descriptors, all places taken by strangers that hold on: they are closed for who belongs here."""
+def test_unauthenticated_connections_do_not_keep_others_out(tmp_path: Path) -> None:
+    """A role with few descriptors, its places held by unauthenticated callers: they give way."""
     few = ("bash", "-c", 'ulimit -n 256; exec "$0" "$@"')
     cluster = make_cluster()
     env = {"PSCLUSTER_TOKEN": TOKEN}
@@ -257,51 +257,51 @@ def test_strangers_do_not_keep_others_out(tmp_path: Path) -> None:
                     return True
 
                 until(answers, "somebody who belongs here gets in")
-                ps.wait_for("connections are open: those without an accepted call are being closed")
+                ps.wait_for("connections are open: closing unauthenticated ones")
                 assert answers()
-        ps.wait_for("connections without an accepted call were closed")
+        ps.wait_for(r"closed \d+ unauthenticated connections")
         assert watch.is_active()
         assert ps.is_running
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_the_doorkeeper_knows_whom_it_greeted(family: socket.AddressFamily) -> None:
-    """Of two connections the one that was greeted, by the name that gRPC gives it, stays; before a second look both."""
+def test_the_reaper_knows_whom_it_authenticated(family: socket.AddressFamily) -> None:
+    """Of two connections the one that was authenticated stays; before a second look both do."""
     if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
     with socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as server:
         port = server.getsockname()[1]
-        keeper = Doorkeeper(port, 2)
+        keeper = ConnectionReaper(port, 2)
         pairs = []
         for _ in range(2):
             client = opened(f"127.0.0.1:{port}")
             pairs.append((client, server.accept()[0]))
-        (friend, ours), (stranger, other) = pairs
-        with friend, stranger, ours, other:
+        (friend, ours), (unknown, other) = pairs
+        with friend, unknown, ours, other:
             assert _peer_of(ours) == f"ipv4:127.0.0.1:{friend.getsockname()[1]}"
-            keeper.greet(_peer_of(ours))
+            keeper.mark_authenticated(_peer_of(ours))
             assert keeper.look() == 0
             assert keeper.look() == 1
-            assert stranger.recv(1) == b""
+            assert unknown.recv(1) == b""
             ours.sendall(b"x")
             assert friend.recv(1) == b"x"
 
 
-def test_the_doorkeeper_forgets_nobody_who_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is greeted during a look stays known; whoever has left is forgotten, without a crowd, too."""
-    keeper, walk = Doorkeeper(1, 2), Doorkeeper._connections
-    keeper.greet("ipv4:127.0.0.1:1")
+def test_the_reaper_forgets_nobody_who_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is authenticated during a look stays known; whoever has left is forgotten, without a crowd, too."""
+    keeper, walk = ConnectionReaper(1, 2), ConnectionReaper._connections
+    keeper.mark_authenticated("ipv4:127.0.0.1:1")
 
-    def greeting(self: Doorkeeper) -> Iterator[tuple[str, socket.socket]]:
+    def walking(self: ConnectionReaper) -> Iterator[tuple[str, socket.socket]]:
         yield from walk(self)
-        self.greet("ipv4:127.0.0.1:2")
+        self.mark_authenticated("ipv4:127.0.0.1:2")
 
-    monkeypatch.setattr(Doorkeeper, "_connections", greeting)
+    monkeypatch.setattr(ConnectionReaper, "_connections", walking)
     keeper.look()
     assert keeper._known == {"ipv4:127.0.0.1:2"}
     monkeypatch.undo()
-    roomy = Doorkeeper(1, 1 << 20)
-    roomy.greet("ipv4:127.0.0.1:3")
+    roomy = ConnectionReaper(1, 1 << 20)
+    roomy.mark_authenticated("ipv4:127.0.0.1:3")
     for _ in range(_LOOKS_TO_FORGET):
         assert roomy._known
         roomy.look()

@@ -1,4 +1,4 @@
-"""One script for all roles, as in the peer's tutorial: started once a role, or under `pscluster run`."""
+"""One script for all roles, as in TensorFlow's tutorial: started once a role, or under `pscluster run`."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_worker_that_runs_a_function(number: signal.Signals, tmp_path: Path) -> 
         assert coordinator.wait_for("w is").strip() == "w is [20.0, 20.0, 20.0, 20.0]"
         assert coordinator.wait() == 0
         assert workers[0].output.count("running on worker") + workers[1].output.count("running on worker") == 20
-        assert "is gone; its state is kept" not in workers[0].output, "it is the worker that goes"
+        assert "is gone; keeping its state" not in workers[0].output, "it is the worker that goes"
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -134,7 +134,7 @@ def test_grace(tmp_path: Path) -> None:
         for worker in workers:
             worker.wait_for("running on worker")
         workers[0].send(signal.SIGTERM)
-        workers[0].wait_for("a function still ran after 0.2 s; it is given back unfinished")
+        workers[0].wait_for("a function was still running after 0.2 s; returning it unfinished")
         ends_in_order(workers[0], "SIGTERM")
         gate.touch()
         assert coordinator.wait_for("w is").strip() == "w is [20.0, 20.0, 20.0, 20.0]"
@@ -215,7 +215,7 @@ def test_coordinator_that_is_killed_frees_its_roles(tmp_path: Path) -> None:
         others[1].wait_for("running on worker")
         first.send(signal.SIGKILL)
         for process in others:
-            process.wait_for("is gone; its state is kept for now")
+            process.wait_for("is gone; keeping its state")
         gate.touch()
         second = roles.coordinator(JOB)
         second.wait_for(DONE)
@@ -234,12 +234,12 @@ def test_coordinator_that_does_not_come_back(tmp_path: Path) -> None:
         first.wait_for("connected")
         first.send(signal.SIGKILL)
         ends_in_order(worker, "the job is over")
-        worker.wait_for("no coordinator came back within 0.5 s: the job's state is dropped")
-        patient.wait_for("is gone; its state is kept for now")
+        worker.wait_for("no coordinator came back within 0.5 s: dropped the job's state")
+        patient.wait_for("is gone; keeping its state")
         restored.send(signal.SIGKILL)
         restored.wait()
         restored = roles.ps(1, "--coordinator-timeout", "0.5")
-        restored.wait_for("no coordinator came back within 0.5 s: the job's state is dropped")
+        restored.wait_for("no coordinator came back within 0.5 s: dropped the job's state")
         roles.worker(0)
         second = roles.coordinator(JOB)
         second.wait_for(DONE)

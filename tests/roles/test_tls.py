@@ -447,11 +447,11 @@ def test_renewal_under_a_running_job(tmp_path: Path) -> None:
         put(new, used)
         # A server that goes on: at its next connection it shows the new one, and asks for one of the new CA.
         until(lambda: is_healthy(cluster["ps"][1], None, tls=Tls(new / "tool"))[0], "the new one is shown")
-        assert "was read again: its certificate is good until" in second.output
+        assert ": its certificate is valid until" in second.output
         with first:
             pass  # killed
         roles.ps(0).wait_for("serving on")
-        coordinator.wait_for("is in reach again|is back after")
+        coordinator.wait_for("is reachable again|is back after")
         gate.touch()
         coordinator.wait_for(DONE)
         assert coordinator.wait() == 0
@@ -498,7 +498,7 @@ def test_a_key_is_revoked(by: str, tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError, match="the caller's certificate was revoked"):
             health_pb2_grpc.HealthStub(lost).Check(ask, timeout=SECONDS)
         listed.write_text("everybody\n")
-        ps.wait_for("the certificates of before stay: .*line 1: 'everybody' is neither a serial number")
+        ps.wait_for("keeping the current certificates: .*line 1: 'everybody' is neither a serial number")
         with pytest.raises(grpc.RpcError, match="the caller's certificate was revoked"):
             health_pb2_grpc.HealthStub(lost).Check(ask, timeout=SECONDS)
         assert health_pb2_grpc.HealthStub(kept).Check(ask, timeout=SECONDS).status
@@ -541,7 +541,7 @@ def test_an_expired_certificate_on_a_resumed_session(tmp_path: Path) -> None:
 
 
 def test_a_bad_renewal(tmp_path: Path) -> None:
-    """Files that can't be used are an error in the log, and the certificates of before stay; good ones count again."""
+    """Files that can't be used are an error in the log, and keeping the current certificates; good ones count again."""
     certificates = tmp_path / "certificates"
     make_certificates(certificates)
     cluster, tool = make_cluster(), Tls(certificates / "tool")
@@ -562,7 +562,7 @@ def test_a_bad_renewal(tmp_path: Path) -> None:
 
             def is_said(why: str = why) -> bool:
                 assert is_healthy(cluster["ps"][0], None, tls=tool)[0], "that of before stays"
-                lines = [line for line in ps.output.splitlines() if "the certificates of before stay" in line]
+                lines = [line for line in ps.output.splitlines() if "keeping the current certificates" in line]
                 return any(why in line for line in lines)
 
             until(is_said, why)
@@ -570,7 +570,7 @@ def test_a_bad_renewal(tmp_path: Path) -> None:
 
         def is_back() -> bool:
             assert is_healthy(cluster["ps"][0], None, tls=tool)[0]
-            return "was read again" in ps.output
+            return "reloaded" in ps.output
 
         until(is_back, "the good one is taken up")
 
@@ -715,7 +715,7 @@ def test_unusable_files(tmp_path: Path) -> None:
         ),
         (changed("unknown", key=UNKNOWN_KEY), "tls.key can't be used: Unknown key type"),
         (changed("no CA", ca=b"none"), "ca.crt can't be used"),
-        (changed("ca only", crt=None, key=None), "holds no tls.crt and tls.key, without which nobody can be served"),
+        (changed("ca only", crt=None, key=None), "holds no tls.crt and tls.key, and this role needs them to serve"),
     ]
     config = tf_config(make_cluster(), "ps")
     results = run_all([(["ps"], {"TF_CONFIG": config, "PSCLUSTER_TLS": folder}) for folder, _ in cases[:-1]])
@@ -740,7 +740,7 @@ def test_the_token_in_plain_text(tmp_path: Path) -> None:
     far = {"ps": ["ps0.example.com:2222"], "worker": [address], "chief": [f"c.example.com:{port}"]}
     near = {**make_cluster(), "chief": far["chief"]}
     listening = (
-        f"refusing to listen on 0.0.0.0:{port} in plain text, where anybody on the way could read and change all"
+        f"refusing to listen on 0.0.0.0:{port} in plain text, where anyone on the path could read and change all"
     )
     sending = "refusing to talk to ps 0 at ps0.example.com:2222 in plain text"
     mend = ("--tls DIR", "PSCLUSTER_TLS", "`pscluster certs DIR` makes", "--insecure")
@@ -868,7 +868,7 @@ def test_certs_command(tmp_path: Path) -> None:
 
     code, output = run("certs", str(folder))
     assert code == 2
-    assert output.startswith(f"pscluster: there are certificates in {folder}, which stay as they are: say --renew")
+    assert output.startswith(f"pscluster: {folder} already has certificates, which are kept: give --renew")
     assert {name: (folder / name).read_bytes() for name in files} == before
 
     assert run("certs", str(folder), "--renew", "--host", "another.example.com") == (0, "")

@@ -246,7 +246,7 @@ def test_a_token_is_changed_without_a_stop(tmp_path: Path) -> None:
         until(lambda: is_let_in(new), "the new one is accepted")
         assert is_let_in(TOKEN)
         write(new, "short")
-        stay = f"the tokens of before stay: the cluster token in {file} can be guessed: its 5 characters"
+        stay = f"keeping the current tokens: the cluster token in {file} can be guessed: its 5 characters"
         until(lambda: is_let_in(TOKEN) and stay in ps.output, "one that can't be used is refused")
         write(new)
         until(lambda: not is_let_in(TOKEN), "the old one is refused")

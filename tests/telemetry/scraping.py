@@ -1,4 +1,4 @@
-"""What the tests of this folder share: to ask a role for its figures as Prometheus does."""
+"""What the tests of this folder share: to ask a role for its metrics as Prometheus does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Scraped:
 
 
 def scrape(address: str) -> Scraped:
-    """The figures of the role whose metrics are served there."""
+    """The metrics of the role whose metrics are served there."""
     status, text = get(address, "/metrics")
     assert status == 200
     return Scraped(text)

@@ -1,4 +1,4 @@
-"""The server of the figures: who may ask, what is answered, and that a slow or hostile client costs only itself."""
+"""The server of the metrics: who may ask, what is answered, and that a slow or hostile client costs only itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tests.telemetry.scraping import SECONDS, Scraped, get, scrape
-from tests.telemetry.test_figures import OneRole
+from tests.telemetry.test_metrics import OneRole
 from tests.waiting import until
 
 from pscluster.core.errors import ConfigurationError
@@ -34,7 +34,7 @@ def telemetry() -> OneRole:
 
 
 def threads() -> list[threading.Thread]:
-    """Those of servers of figures."""
+    """Those of servers of metrics."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("metrics")]
 
 

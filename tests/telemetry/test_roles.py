@@ -282,7 +282,7 @@ def test_roles_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_off_loopback_without_a_token(tmp_path: Path) -> None:
-    """A role that is to show its figures to everybody does not start; nor does one with a port that is none."""
+    """A role that is to show its metrics to everybody does not start; nor does one with a port that is none."""
     with Roles(make_cluster(), tmp_path) as roles:
         for options, words in (
             (["--metrics-host", "0.0.0.0"], "pscluster: refusing to serve metrics on 0.0.0.0 in plain text"),

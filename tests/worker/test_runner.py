@@ -437,8 +437,8 @@ def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPat
     telemetry = WorkerTelemetry(role, ClientCounts(0))
 
     def note() -> None:
-        figures = telemetry.snapshot()
-        seen.append((figures["functions_done_total"], figures["functions_failed_total"]))
+        metrics = telemetry.snapshot()
+        seen.append((metrics["functions_done_total"], metrics["functions_failed_total"]))
 
     def noted(error: BaseException) -> Any:
         note()

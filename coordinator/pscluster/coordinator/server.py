@@ -28,7 +28,7 @@ class Server:
         server_or_cluster_def: a resolver or a ClusterSpec; default: TF_CONFIG.
         job_name: "ps" or "worker"; default: the resolver's task.
         task_index: default: the resolver's task.
-        protocol: taken for the peer's sake; only "grpc" exists.
+        protocol: accepted for TensorFlow's sake; only "grpc" exists.
         options: how to serve; default: the environment's credentials, and the task's own address.
 
     Raises:
@@ -52,7 +52,7 @@ class Server:
             job_name = job_name or source.task_type
             task_index = source.task_id if task_index is None else task_index
         if not protocol.startswith("grpc"):
-            raise ConfigurationError(f"protocol is {protocol!r}, but only 'grpc' exists")
+            raise ConfigurationError(f"protocol is {protocol!r}, but only 'grpc' is supported")
         if job_name not in ("ps", "worker"):
             raise ConfigurationError(
                 f"a Server is a 'ps' or a 'worker', not {job_name!r}: branch on resolver.task_type"

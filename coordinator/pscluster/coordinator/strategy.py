@@ -41,7 +41,7 @@ class ParameterServerStrategy(Strategy):
         seed: from which per-worker datasets derive theirs.
         token: the cluster token; default: from the environment, as certificates are (PSCLUSTER_TLS).
         connect_timeout: seconds to wait for the cluster's tasks.
-        ps_timeout: seconds for which a parameter server that is gone is waited for, by functions and by all calls
+        ps_timeout: seconds to wait for a parameter server that is gone, by functions and by all calls
             here. One that comes back with what it held is gone on with.
         job_name: names the job to the servers. Default: the path of the script.
         resume: go on with what the servers hold of a job of this name whose coordinator has died: variables and
@@ -195,23 +195,25 @@ class ParameterServerStrategy(Strategy):
 
     @contextlib.contextmanager
     def colocate_vars_with(self, variable: Variable | Shard) -> Iterator[None]:
-        """Within the block new variables are put, whole, on the server of this shard or of the variable's first."""
+        """Put new variables within the block, whole, on the server of this shard or of the variable's first."""
         if not isinstance(variable, Variable | Shard):
             raise TypeError(f"colocate_vars_with takes a variable or a shard of one, not a {type(variable).__name__}")
         whole = variable.variable if isinstance(variable, Shard) else variable
         if whole.client is not self._client:
-            raise MisuseError(f"variable {whole.name!r} is of another strategy: nothing can be put beside it here")
+            raise MisuseError(
+                f"variable {whole.name!r} belongs to another strategy: variables can't be placed beside it here"
+            )
         with self.scope(), colocated_with(variable.owners[0]):
             yield
 
     @property
     def extended(self) -> ParameterServerStrategy:
-        """The peer's place for `colocate_vars_with`."""
+        """Return where TensorFlow has `colocate_vars_with`: on `extended`."""
         return self
 
     @property
     def variables(self) -> list[Variable]:
-        """All variables, in the order in which they were made."""
+        """Return all variables, in the order in which they were made."""
         return self.context.variables.of_user
 
     def delete_variable(self, variable: Variable) -> None:

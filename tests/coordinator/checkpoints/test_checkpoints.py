@@ -536,7 +536,7 @@ def test_nothing_is_written_over_a_checkpoint(manager: CheckpointManager, model:
     path = manager.save().result()
     before = model.facts()
     model.train(1)
-    refused(model, lambda: Checkpoint(model.strategy).write(path), "nothing is written over one")
+    refused(model, lambda: Checkpoint(model.strategy).write(path), "never overwritten")
     manager.restore(path)
     assert model.facts() == before
 
@@ -912,7 +912,7 @@ def test_merged_as_others_read_it(
         read("table/adagrad/accumulator"), model.adagrad.slot(model.table, "accumulator").numpy()
     )
     np.testing.assert_array_equal(read("dense/adam/average"), model.adam.average(model.dense).numpy())
-    with pytest.raises(CheckpointError, match="already: give another directory"):
+    with pytest.raises(CheckpointError, match=r"already has a .*: give another directory"):
         tools.merge(path, str(tmp_path / "out"))
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"can't be written"):

@@ -460,11 +460,11 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
         distribute([1]).batch(0)
     with pytest.raises(ValueError, match=r"batch size is 2\.5; it must be a whole number"):
         distribute([1]).batch(2.5)  # type: ignore[arg-type]
-    with pytest.raises(errors.MisuseError, match="these are batches of 64 already"):
+    with pytest.raises(errors.MisuseError, match="the dataset is already batched by 64"):
         data.batch(2)
     with pytest.raises(ValueError, match="seed is -1"):
         data.shuffle(seed=-1)
-    with pytest.raises(TypeError, match=r"shuffle\(1000\): there is no buffer, all of the dataset is shuffled; write"):
+    with pytest.raises(TypeError, match=r"shuffle\(1000\): the whole dataset is shuffled, without a buffer; write"):
         data.shuffle(1000)
     for source, said in [
         ({"a": np.arange(3), "b": [1, 2, 3]}, "a dict whose 'b' is a list is no source of examples: give arrays"),
@@ -480,7 +480,7 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
     part = next(iter(data))
     with pytest.raises(errors.MisuseError, match=r"has its elements on the workers: pass it to schedule\(\)"):
         iter(part)
-    with pytest.raises(errors.MisuseError, match="has captured a part of a dataset: pass it as an argument"):
+    with pytest.raises(errors.MisuseError, match="captures a part of a dataset: pass it as an argument"):
         coordinator.schedule(lambda: list(part))
 
 
@@ -594,7 +594,7 @@ def test_a_map_function_that_exits(coordinator: ClusterCoordinator) -> None:
 
 def test_no_batch_at_all(coordinator: ClusterCoordinator) -> None:
     """An epoch of nothing is refused."""
-    with pytest.raises(ValueError, match="of 3 examples there is no batch of 10, and drop_remainder=True drops"):
+    with pytest.raises(ValueError, match="of 3 examples no batch of 10 can be made, and drop_remainder=True drops"):
         coordinator.distribute_dataset(np.arange(3)).batch(10, drop_remainder=True)
 
 

@@ -63,7 +63,7 @@ def no_argument() -> Iterable[int]:
 
 
 def one_argument(context: InputContext) -> Iterable[int]:
-    """The peer's."""
+    """TensorFlow's."""
     return [context.worker_index]
 
 
@@ -139,7 +139,7 @@ def contexts(context: InputContext) -> Iterable[Any]:
 
 
 def test_the_context(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
-    """The context tells workers apart, under our names and the peer's (row 19, for the better)."""
+    """The context tells workers apart, under our names and TensorFlow's (row 19, for the better)."""
     iterator = iter(coordinator.create_per_worker_dataset(contexts))
     found = everywhere(coordinator, next, iterator)
     assert found == [(worker, NUM_WORKERS, worker, NUM_WORKERS, 1, 64) for worker in range(NUM_WORKERS)]
@@ -194,7 +194,9 @@ def test_a_dataset_as_an_argument(coordinator: ClusterCoordinator, everywhere: E
         assert everywhere(coordinator, lambda dataset=dataset: twice(dataset)) == [found] * NUM_WORKERS
         assert everywhere(coordinator, take, iter(dataset.build()), 2) == [[1, 2]] * NUM_WORKERS
         returned = coordinator.schedule(iter, args=(dataset,))
-        with pytest.raises(errors.MisuseError, match="returned a per-worker iterator that nobody here has"):
+        with pytest.raises(
+            errors.MisuseError, match="returned a per-worker iterator that this coordinator no longer has"
+        ):
             returned.fetch(PATIENCE)
         assert coordinator.schedule(lambda each: each, args=(dataset,)).fetch(PATIENCE) is dataset
 
@@ -254,7 +256,7 @@ def test_plain_iterables(coordinator: ClusterCoordinator, iterable: Any) -> None
 @pytest.mark.parametrize("iterator", [(i for i in range(3)), iter([1]), map(str, []), zip([], [], strict=True)])
 def test_iterators_are_refused(coordinator: ClusterCoordinator, iterator: Any) -> None:
     """What can be gone through once only can't be sent to several workers: a sentence says what to give instead."""
-    with pytest.raises(ValueError, match="gone through once only: give a list, or a function that makes one"):
+    with pytest.raises(ValueError, match="iterated over only once: give a list, or a function that makes one"):
         coordinator.create_per_worker_dataset(iterator)
 
 
@@ -274,7 +276,7 @@ def test_a_dataset_is_not_begun_in_the_script(coordinator: ClusterCoordinator) -
 @pytest.mark.parametrize("wrong", [None, 3, 2.5, threading.Lock()])
 def test_what_is_no_dataset(coordinator: ClusterCoordinator, wrong: Any) -> None:
     """Anything else raises ValueError on the caller's line (row 55)."""
-    with pytest.raises(ValueError, match="takes a function or something to iterate over, not a"):
+    with pytest.raises(ValueError, match="takes a function or an iterable, not a"):
         coordinator.create_per_worker_dataset(wrong)
 
 

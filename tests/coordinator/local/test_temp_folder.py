@@ -234,7 +234,7 @@ def test_many_at_once(place: Path) -> None:
 
 def test_no_place_for_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(place / "nowhere"))
-    with pytest.raises(ConfigurationError, match=r"No such file.*nowhere.*have TMPDIR name a directory where"):
+    with pytest.raises(ConfigurationError, match=r"No such file.*nowhere.*set TMPDIR to a directory where"):
         LocalCluster(1, 1).start()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     with LocalCluster(1, 1, log_level="ERROR"):

@@ -312,7 +312,7 @@ def test_a_line_that_makes_many_functions(
 
     def warned() -> list[str]:
         coordinator.join(PATIENCE)
-        found = [record.getMessage() for record in caplog.records if "was made anew" in record.getMessage()]
+        found = [record.getMessage() for record in caplog.records if "was created again" in record.getMessage()]
         caplog.clear()
         return found
 
@@ -330,7 +330,7 @@ def test_a_line_that_makes_many_functions(
         coordinator.schedule(functools.partial(operator.add, number), args=(1,))
         coordinator.schedule(Model().step, args=(number,))
     partial, method = sorted(warned())
-    assert partial.startswith("a partial of add was made anew for 20 calls")
+    assert partial.startswith("a partial of add was created again for 20 calls")
     assert method.startswith("test_a_line_that_makes_many_functions.<locals>.Model.step (")
 
 
@@ -607,7 +607,7 @@ def test_an_iterator_as_a_result_that_nobody_has(coordinator: ClusterCoordinator
     coordinator.join(PATIENCE)
     until(lambda: value.status is RemoteValueStatus.READY, "the function has ended")
     until(lambda: not coordinator._per_worker, "the thread that sent it has let go of it, too")
-    with pytest.raises(errors.MisuseError, match="iterator that nobody here has any more"):
+    with pytest.raises(errors.MisuseError, match="iterator that this coordinator no longer has"):
         value.fetch(PATIENCE)
 
 
@@ -1064,7 +1064,7 @@ def test_the_current_worker_index(coordinator: ClusterCoordinator, gate: Gate) -
 
 
 def test_run_and_reduce_as_in_the_tutorial(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:
-    """A step function as in the peer's tutorial: strategy.run of a replica function, then strategy.reduce (row 14)."""
+    """As in TensorFlow's tutorial: strategy.run of a replica function, then strategy.reduce (row 14)."""
     with strategy.scope():
         w = Variable(np.zeros(2, np.float32), name="w")
         sgd = optimizers.SGD(1.0)
@@ -1131,7 +1131,7 @@ def test_one_coordinator_a_strategy(strategy: ParameterServerStrategy) -> None:
 
 @pytest.mark.parametrize("wrong", [None, "strategy", LocalCluster, 3])
 def test_a_coordinator_of_something_else(wrong: Any) -> None:
-    """Any other strategy is refused with ValueError, as by the peer (row 20)."""
+    """Any other strategy is refused with ValueError, as by TensorFlow (row 20)."""
     with pytest.raises(ValueError, match="a ClusterCoordinator needs a ParameterServerStrategy, not a"):
         ClusterCoordinator(wrong)
 
@@ -1221,7 +1221,7 @@ def test_what_is_said_of_a_job_that_is_over(cluster: LocalCluster) -> None:
         with pytest.raises(errors.CancelledError) as caught:
             call()
         assert str(caught.value) == "the job is over: its strategy was closed"
-    assert coordinator.describe() == "the job is over: nothing waits, and nothing runs"
+    assert coordinator.describe() == "the job is over: nothing is waiting or running"
     assert "missing" not in coordinator.explain()
 
 

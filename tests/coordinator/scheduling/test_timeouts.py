@@ -95,7 +95,7 @@ def test_one_that_does_not_stop(coordinator: ClusterCoordinator, counter: Variab
     values.append(coordinator.schedule(stubborn, args=(gate.path, True), timeout=0.2))
     with pytest.raises(errors.FunctionTimeoutError):
         coordinator.join(PATIENCE)
-    assert coordinator.explain().count("stubborn has ended, and still runs there") == NUM_WORKERS
+    assert coordinator.explain().count("stubborn has ended but is still running there") == NUM_WORKERS
     looks = coordinator._dispatcher.stats().workers
     assert [(look.has, look.running.rpartition(".")[2]) for look in looks] == [(1, "stubborn")] * NUM_WORKERS
     waits = coordinator.schedule(lambda: 3)

@@ -382,7 +382,7 @@ def test_what_is_refused(
         callbacks.ReduceLROnPlateau(optimizer),
         callbacks.ModelCheckpoint(place, save_best_only=True),
     ):
-        with pytest.raises(errors.MisuseError, match=r"goes by 'val_loss', but nothing is evaluated: give fit\(\)"):
+        with pytest.raises(errors.MisuseError, match=r"monitors 'val_loss', but nothing is evaluated: give fit\(\)"):
             coordinator.fit(model.step(), data, callbacks=[callback], verbose=0)
     assert model.value == 0
 
@@ -394,7 +394,7 @@ def test_a_number_that_is_not_there(
     stopping = callbacks.EarlyStopping("lost")
     history = coordinator.fit(model.step(), data, epochs=3, callbacks=[stopping], verbose=0)
     assert history.epoch == [0, 1, 2]
-    assert caplog.text.count("a callback goes by 'lost', which is not among the logs: ['loss']") == 1
+    assert caplog.text.count("a callback monitors 'lost', which is not in the logs: ['loss']") == 1
 
 
 # What is not finite
@@ -431,7 +431,7 @@ def test_terminate_on_nan(
         assert said in history.stopped
     assert "good" not in history.stopped
     assert "whole" not in history.stopped
-    assert caplog.text.count("the training ends: ") == 1
+    assert caplog.text.count("training stops: ") == 1
 
 
 def test_variables_that_are_finite(coordinator: ClusterCoordinator, model: Counter) -> None:
@@ -525,7 +525,7 @@ def test_no_checkpoint_can_be_made(
     backup = callbacks.BackupAndRestore(place)
     coordinator.fit(model.step(best=9), data, epochs=2, callbacks=[backup, keeps, stopping], verbose=0)
     assert model.value == 2
-    assert caplog.text.count("no checkpoint was made, the training goes on: ") == 4
+    assert caplog.text.count("no checkpoint was made; training continues: ") == 4
     assert keeps.state()["best"] == stopping.best == math.inf
     (tmp_path / "file").unlink()
     coordinator.fit(model.step(best=9), data, epochs=2, callbacks=[keeps], verbose=0)
@@ -659,9 +659,9 @@ def test_a_full_disk(
         calls[-1].on_epoch_end(1)
     assert model.value == 5
     for epoch in (1, 2):
-        why = "the training goes on: [Errno 27] File too large"
-        assert f"{log.filename} lacks epoch {epoch}, {why}" in caplog.text
-        assert f"{board.log_dir} lacks step {epoch}, " in caplog.text
+        why = "training continues: [Errno 27] File too large"
+        assert f"could not write epoch {epoch} to {log.filename}; {why}" in caplog.text
+        assert f"could not write step {epoch} to {board.log_dir}; " in caplog.text
     assert log.filename.read_text() == "epoch,loss\n0,1.0\n3,4.0\n4,5.0\n"
     assert scalars_of(tmp_path / "logs")["train"]["epoch_loss"] == [(0, 1.0), (3, 4.0), (4, 5.0)]
 
@@ -742,7 +742,7 @@ def test_a_picture(coordinator: ClusterCoordinator, model: Counter, data: Distri
 def test_a_history_with_holes(tmp_path: Path) -> None:
     """Names that come later, or go; what is no number is not drawn."""
     history = History(epochs=3)
-    with pytest.raises(ValueError, match="there is nothing to draw: no epoch with logs has ended"):
+    with pytest.raises(ValueError, match="nothing to plot: no epoch with logs has ended"):
         history.plot(tmp_path / "nothing.png")
     history.add(0, {"loss": 1.0})
     history.add(1, {"acc": 0.5, "matrix": [[1, 2], [3, 4]]})

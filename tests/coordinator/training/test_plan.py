@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from pscluster.coordinator.data.visits import Visits
+from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.coordinator.training.plan import (
     DISPATCH_SHARE,
     FUNCTION_SECONDS,
@@ -35,7 +35,7 @@ class Data:
     places: int
     first: int = 0
     begun: int = 0
-    visits: Visits = field(init=False)
+    coverage: EpochCoverage = field(init=False)
     sizes: list[int] = field(default_factory=list)
     """That were wanted for the parts, as they were taken."""
     begins: set[int] = field(default_factory=set)
@@ -44,8 +44,8 @@ class Data:
     """The plan at the end of each epoch."""
 
     def __post_init__(self) -> None:
-        self.visits = Visits(self.length, self.length)
-        self.visits.load({"length": self.length, "epoch": self.first, "visited": {}})
+        self.coverage = EpochCoverage(self.length, self.length)
+        self.coverage.load({"length": self.length, "epoch": self.first, "visited": {}})
 
     @property
     def elements(self) -> int:
@@ -64,7 +64,7 @@ class Data:
 
     def take(self, plan: Plan, training_epoch: int) -> Part | None:
         """What the next function gets."""
-        epoch = self.visits.unfinished
+        epoch = self.coverage.unfinished
         self.begins |= {start for start, _ in plan.cuts}
 
         def stop_of(start: int) -> int:
@@ -74,7 +74,7 @@ class Data:
                 self.sizes.append(size)
             return stop
 
-        found = self.visits.take(epoch, stop_of)
+        found = self.coverage.take(epoch, stop_of)
         return None if found is None else (training_epoch, epoch, *found)
 
 
@@ -83,7 +83,7 @@ def datas(draw: st.DrawFn) -> Data:
     """Of a few elements, the last one perhaps smaller than the others; begun with already, in mid-epoch perhaps."""
     data = Data(draw(st.integers(1, 30)), draw(st.integers(1, 4)), draw(st.integers(0, 2)))
     data.begun = draw(st.integers(0, data.elements - 1))
-    data.visits.commit(data.first, 0, data.begun * data.places)
+    data.coverage.commit(data.first, 0, data.begun * data.places)
     return data
 
 
@@ -144,17 +144,17 @@ def test_who_goes_on_cuts_the_same(
 
     A function's name is made of them: other cuts would be other pieces of work, and count beside these.
     """
-    state = data.visits.state()
+    state = data.coverage.state()
     plan = data.plan(per_epoch)
     parts = all_parts(data, plan, epochs, changes)
     training_epoch = choice.draw(st.integers(0, epochs - 1))
     mine = [part for part in parts if part[0] == training_epoch]
     done = choice.draw(st.sets(st.sampled_from(mine))) if mine else set()
     again = Data(data.length, data.places, data.first, data.begun)
-    again.visits.load(json.loads(json.dumps(state)))
+    again.coverage.load(json.loads(json.dumps(state)))
     for part in parts:
         if part[0] < training_epoch or part in done:
-            again.visits.commit(*part[1:])
+            again.coverage.commit(*part[1:])
     found = again.plan(per_epoch)
     found.origin = 99, 99
     assert found.fits(data.kept[training_epoch])
@@ -163,7 +163,7 @@ def test_who_goes_on_cuts_the_same(
     left = list(iter(lambda: again.take(found, training_epoch), None))
     assert left == [part for part in mine if part not in done]
     visited = sum(-(-(stop - start) // data.places) for _, _, start, stop in done)
-    epoch, places = again.visits.epoch, again.visits.visited(again.visits.epoch)
+    epoch, places = again.coverage.epoch, again.coverage.visited(again.coverage.epoch)
     earlier = {epoch for _, epoch, _, _ in mine} == {epoch}  # of one epoch of the data, it is exact
     assert not earlier or found.done(epoch, places) == training_epoch * per_epoch + visited
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscluster.coordinator.variables.placement import Load, Placer, ShardToPlace
+from pscluster.coordinator.variables.placement import Load, ShardPlacer, ShardToPlace
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry import Block, Partition
 
@@ -25,7 +25,7 @@ def rows(*sizes: int) -> Partition:
 
 def test_by_bytes_the_emptiest_server_is_next() -> None:
     """A large shard keeps its server free of small ones until the others have caught up."""
-    placer = Placer(3)
+    placer = ShardPlacer(3)
     assert placer.place("table", rows(100), F32) == (0,)
     assert placer.place("a", rows(10, 10, 10), F32) == (1, 2, 1)
     assert placer.place("b", rows(200), I1) == (2,)
@@ -35,7 +35,7 @@ def test_by_bytes_the_emptiest_server_is_next() -> None:
 
 def test_by_bytes_ties_go_to_fewer_shards_then_to_the_first() -> None:
     """Shards without bytes are spread by number, and equal servers are filled from the first on."""
-    placer = Placer(3)
+    placer = ShardPlacer(3)
     assert placer.place("empty", rows(0, 0, 0, 0), F32) == (0, 1, 2, 0)
     assert placer.place("w", rows(1, 1, 1), F32) == (1, 2, 0)
 
@@ -44,7 +44,7 @@ def test_by_bytes_ties_go_to_fewer_shards_then_to_the_first() -> None:
 @settings(deadline=None)
 def test_by_bytes_stays_balanced(variables: list[list[int]], num_ps: int) -> None:
     """No server is ahead of another by more than the largest shard, and the account adds up."""
-    placer, again = Placer(num_ps), Placer(num_ps, "bytes")
+    placer, again = ShardPlacer(num_ps), ShardPlacer(num_ps, "bytes")
     for number, sizes in enumerate(variables):
         owners = placer.place(str(number), rows(*sizes), I1)
         assert owners == again.place(str(number), rows(*sizes), I1)
@@ -58,7 +58,7 @@ def test_by_bytes_stays_balanced(variables: list[list[int]], num_ps: int) -> Non
 
 def test_round_robin_counts_all_shards() -> None:
     """As TensorFlow's: one counter over the shards of all variables, whatever their size."""
-    placer = Placer(3, "round_robin")
+    placer = ShardPlacer(3, "round_robin")
     assert placer.place("a", rows(1000, 1), F32) == (0, 1)
     assert placer.place("b", Partition.whole(()), F32) == (2,)
     assert placer.place("c", rows(1, 1, 1, 1), F32) == (0, 1, 2, 0)
@@ -72,7 +72,7 @@ def test_a_policy_of_the_users_own() -> None:
         seen.append((shard, loads))
         return np.int64(1) if shard.variable == "hot" else 0
 
-    placer = Placer(2, policy)
+    placer = ShardPlacer(2, policy)
     assert placer.place("hot", Partition.even((3, 2), (2,)), F32) == (1, 1)
     assert placer.place("cold", Partition.whole(()), F32) == (0,)
     assert seen[1] == (
@@ -86,7 +86,7 @@ def test_a_policy_of_the_users_own() -> None:
 @pytest.mark.parametrize("answer", [2, -1, 1.0, None, True, "0"])
 def test_a_wrong_answer_places_nothing(answer: Any) -> None:
     """The error names variable, shard, answer and range, and the account is as it was."""
-    placer = Placer(2, lambda shard, loads: 0 if shard.shard == 0 else answer)
+    placer = ShardPlacer(2, lambda shard, loads: 0 if shard.shard == 0 else answer)
     with pytest.raises(ConfigurationError, match=rf"'w', shard 1.*answered {answer!r}\..*in 0\.\.1"):
         placer.place("w", rows(1, 1), F32)
     assert placer.loads == (Load(), Load())
@@ -94,14 +94,14 @@ def test_a_wrong_answer_places_nothing(answer: Any) -> None:
 
 def test_known_places_enter_the_account() -> None:
     """Adopted shards weigh like placed ones, and released ones no more; the round robin ignores both."""
-    placer = Placer(2)
+    placer = ShardPlacer(2)
     placer.adopt(rows(10, 5), I1, (0, 0))
     assert placer.loads == (Load(2, 15), Load())
     assert placer.place("w", rows(1, 20), I1) == (1, 1)
     placer.release(rows(10, 5), I1, (0, 0))
     assert placer.loads == (Load(), Load(2, 21))
 
-    turns = Placer(2, "round_robin")
+    turns = ShardPlacer(2, "round_robin")
     turns.adopt(rows(1), I1, (0,))
     assert turns.place("w", rows(1, 1), I1) == (0, 1)
 
@@ -109,7 +109,7 @@ def test_known_places_enter_the_account() -> None:
 @pytest.mark.parametrize("owners", [(), (0,), (0, 2), (-1, 0)])
 def test_places_that_can_not_be(owners: tuple[int, ...]) -> None:
     """A place for every shard, each on a server there is, or nothing is entered."""
-    placer = Placer(2)
+    placer = ShardPlacer(2)
     with pytest.raises(ValueError, match="not the places of 2 shards on 2"):
         placer.adopt(rows(1, 1), I1, owners)
     assert placer.loads == (Load(), Load())
@@ -117,7 +117,7 @@ def test_places_that_can_not_be(owners: tuple[int, ...]) -> None:
 
 def test_strings_count_by_estimate() -> None:
     """Elements that are pointers to strings weigh what a string is said to weigh."""
-    placer = Placer(1, bytes_per_string=100)
+    placer = ShardPlacer(1, bytes_per_string=100)
     placer.place("words", rows(3), np.dtype(object))
     assert placer.loads == (Load(1, 300),)
 
@@ -125,8 +125,8 @@ def test_strings_count_by_estimate() -> None:
 def test_placers_that_can_not_be() -> None:
     """No servers, an unknown name, or no function: each is said."""
     with pytest.raises(ConfigurationError, match="not on 0"):
-        Placer(0)
+        ShardPlacer(0)
     with pytest.raises(ConfigurationError, match=r"'random'.*'bytes', 'round_robin'"):
-        Placer(2, "random")
+        ShardPlacer(2, "random")
     with pytest.raises(ConfigurationError, match="not 3"):
-        Placer(2, 3)  # type: ignore[arg-type]
+        ShardPlacer(2, 3)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 
 @pytest.fixture(scope="module")
 def strategy() -> Iterator[ParameterServerStrategy]:
-    """Three servers, to be placed on in turn, as the peer does."""
+    """Three servers, to be placed on in turn, as TensorFlow does."""
     with LocalCluster(3, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
         yield strategy
 
@@ -173,7 +173,7 @@ class TestAssign:
         assert_shards(v, [[0, 0], [0, 0]], [[1, 1]], [[0, 0]])
 
     def test_assign_a_slice(self, strategy: ParameterServerStrategy) -> None:
-        """What the peer does not support: assignment to a part, through `at` or as NumPy writes it."""
+        """What TensorFlow does not support: assignment to a part, through `at` or as NumPy writes it."""
         v = make(strategy, np.zeros((5, 2), np.int64), 3)
         v[1:4, 1] = [1, 2, 3]
         v.assign_add(10, at=(slice(None, None, -2), 0))
@@ -261,7 +261,7 @@ class TestSparseRead:
 
     @pytest.mark.parametrize("shards", [1, 2, 3])
     def test_order_is_that_of_the_ids(self, strategy: ParameterServerStrategy, shards: int) -> None:
-        """The peer gives ids [11, 0, 5, 1] as rows 0, 1, 5, 11; here they come as asked, duplicates included."""
+        """TensorFlow gives ids [11, 0, 5, 1] as rows 0, 1, 5, 11; here they come as asked, duplicates included."""
         table = np.arange(24, dtype=np.float32).reshape(12, 2)
         v = make(strategy, table, shards)
         for ids in ([11, 0, 5, 1], [3, 3, 3], [], list(range(11, -1, -1))):
@@ -288,7 +288,7 @@ class TestEmbeddingLookup:
         assert embedding_lookup(v, [[4], [0]]).tolist() == [[[9, 10]], [[1, 2]]]
         assert embedding_lookup_sparse is embedding_bag
         bags = [[0, 3], [4], [1]]
-        assert embedding_bag(v, bags).tolist() == [[4, 5], [9, 10], [3, 4]]  # the peer's default: mean
+        assert embedding_bag(v, bags).tolist() == [[4, 5], [9, 10], [3, 4]]  # TensorFlow's default: mean
         assert embedding_bag(v, bags, combiner="sum").tolist() == [[8, 10], [9, 10], [3, 4]]
         by_root = np.array([[8 / 2**0.5, 10 / 2**0.5], [9, 10], [3, 4]])
         np.testing.assert_allclose(embedding_bag(v, bags, combiner="sqrtn"), by_root, rtol=1e-6)
@@ -297,7 +297,7 @@ class TestEmbeddingLookup:
         assert embedding_bag(v, bags, weights, "sum").tolist() == [[22, 26], [18, 20], [1.5, 2]]
 
     def test_ragged_and_empty_bags(self, strategy: ParameterServerStrategy) -> None:
-        """Bags may have any length; an empty one gives zeros, as in the peer's safe lookup."""
+        """Bags may have any length; an empty one gives zeros, as in TensorFlow's safe lookup."""
         v = make(strategy, np.arange(1, 11, dtype=np.float32).reshape(5, 2), 3)
         means = np.array([[0, 0], [19 / 3, 22 / 3], [0, 0]])
         np.testing.assert_allclose(embedding_bag(v, [[], [2, 2, 4], []]), means, rtol=1e-6)
@@ -306,7 +306,7 @@ class TestEmbeddingLookup:
         assert embedding_bag(v, np.array([[0, 1], [3, 4]])).tolist() == [[2, 3], [8, 9]]
 
     def test_only_the_rows_travel(self, strategy: ParameterServerStrategy) -> None:
-        """A lookup moves each distinct row once, and its id; the peer's dense reads are none."""
+        """A lookup moves each distinct row once, and its id; TensorFlow's dense reads are none."""
         v = make(strategy, np.zeros((3000, 4), np.float32), 3)
         before = strategy.traffic()
         embedding_lookup(v, [5, 2999, 5, 5, 1500])
@@ -460,7 +460,7 @@ class TestOperators:
         np.testing.assert_array_equal(np.exp(np.asarray(v)), np.exp(m))
 
     def test_equality_is_of_the_elements(self, strategy: ParameterServerStrategy) -> None:
-        """As with the peer `v == w` compares values; `is` tells variables apart."""
+        """As with TensorFlow `v == w` compares values; `is` tells variables apart."""
         v, w = make(strategy, [1.0, 2.0], 2), make(strategy, [1.0, 3.0], 2)
         assert (v == w).tolist() == [True, False]
         assert (v != w).tolist() == [False, True]
@@ -520,7 +520,7 @@ class TestPartitioning:
             assert [shard.device[-1] for shard in ten.variables] == ["0", "1", "0", "1"]
             assert_shards(three, [0], [1], [2])
             assert [shard.device[-1] for shard in three.variables] == ["0", "1", "0"]
-            assert after.device[-1] == "1", "every shard counts, as with the peer"
+            assert after.device[-1] == "1", "every shard counts, as with TensorFlow"
 
     def test_too_small_to_cut(self, two_servers: LocalCluster) -> None:
         """What the partitioner leaves in one part is a plain variable, on the servers in turn."""
@@ -595,7 +595,7 @@ class TestPartitioning:
         assert "raised by variable_partitioner for variable 'unlucky' of shape (2,)" in caught.value.__notes__
 
     def test_several_axes(self, strategy: ParameterServerStrategy) -> None:
-        """What the peer refuses: cuts along another axis, and along several."""
+        """What TensorFlow refuses: cuts along another axis, and along several."""
         value = np.arange(30).reshape(5, 6)
         with strategy.scope():
             columns = Variable(value, partitioner=lambda shape, dtype: [1, 3])

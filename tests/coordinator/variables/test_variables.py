@@ -369,7 +369,7 @@ LOOKUPS: list[Any] = [
 
 
 def test_rows_in_the_order_of_the_ids(tables: Tables) -> None:
-    """Rows come in the order of the ids, duplicates included, where the peer gets it wrong (row 28)."""
+    """Rows come in the order of the ids, duplicates included, where TensorFlow gets it wrong (row 28)."""
     for variable, twin in tables:
         for ids in LOOKUPS:
             expected = twin[np.asarray(ids, np.int64)]
@@ -591,7 +591,7 @@ def test_initial_values_that_are_none(strategy: ParameterServerStrategy, initial
     with strategy.scope():
         with pytest.raises(errors.MisuseError, match="variable 'v'"):
             Variable(initial, name="v")
-        with pytest.raises(errors.MisuseError, match=r"'v': an initial value of shape \(3,\) for the shape \(2,\)"):
+        with pytest.raises(errors.MisuseError, match=r"'v': the initial value has shape \(3,\), not \(2,\)"):
             Variable(np.zeros(3), name="v", shape=(2,))
         assert strategy.variables == []
         assert Variable(0, name="v").numpy() == 0

@@ -1,4 +1,4 @@
-"""TF_CONFIG, cluster specs and resolvers: what the peer does, and a one-line answer to every mistake."""
+"""TF_CONFIG, cluster specs and resolvers: what TensorFlow does, and a one-line answer to every mistake."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_spec_copies_specs_and_is_cut_off_from_what_it_was_made_of() -> None:
 
 
 def test_empty_specs_are_false() -> None:
-    """A spec is true if it has a job, even one without tasks, as the peer's."""
+    """A spec is true if it has a job, even one without tasks, as TensorFlow's."""
     assert not ClusterSpec({})
     assert ClusterSpec({"ps": []})
     assert ClusterSpec({"ps": []}) == ClusterSpec({"ps": {}})
@@ -234,7 +234,7 @@ def test_empty_specs_are_false() -> None:
 
 
 def test_asking_for_what_is_not_there_names_what_is() -> None:
-    """An unknown job or index is a ConfigurationError, hence a ValueError as with the peer."""
+    """An unknown job or index is a ConfigurationError, hence a ValueError as with TensorFlow."""
     spec = ClusterSpec(CLUSTER)
     assert "has ps, worker" in message_of(lambda: spec.num_tasks("chief"))
     assert "has 3 tasks (0 to 2)" in message_of(lambda: spec.task_address("worker", 3))
@@ -584,14 +584,14 @@ def test_a_strategy_refuses_what_it_can_not_use(
     source: str,
     names: tuple[str, str],
 ) -> None:
-    """Each check of the peer's constructor, in words of where the cluster came from."""
+    """Each check of TensorFlow's constructor, in words of where the cluster came from."""
     spec = ClusterSpec(cluster, source=source)
     text = message_of(lambda: validate_for_strategy(spec, task_type, task_id))
     assert text.startswith(f"{source}: " + problem.replace("{type}", names[0]).replace("{id}", names[1]))
 
 
 def test_errors_are_the_peers_kind_too() -> None:
-    """Code that catches the peer's ValueError catches ours."""
+    """Code that catches TensorFlow's ValueError catches ours."""
     with pytest.raises(ValueError, match="cluster is empty") as caught:
         validate_for_strategy(ClusterSpec({}), None, None)
     assert isinstance(caught.value, PsClusterError)

@@ -341,7 +341,7 @@ class TestAssembler:
         """Nothing may follow the last frame."""
         assembler = Assembler(100)
         assembler.add(*frame(b"abcd", total=4, last=True))
-        with pytest.raises(ProtocolError, match="a frame after the last one"):
+        with pytest.raises(ProtocolError, match="a frame came after the last one"):
             assembler.add(*frame())
 
     @given(st.lists(st.tuples(st.binary(max_size=5), st.integers(0, 12) | uint64, st.booleans()), max_size=6))

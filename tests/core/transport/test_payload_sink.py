@@ -17,7 +17,7 @@ from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, Paramete
 from pscluster.core.errors import ProtocolError
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, pack, padding, parts_of, view
-from pscluster.core.transport.payload_sink import Landing
+from pscluster.core.transport.payload_sink import PayloadSink
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import ps_pb2
 
@@ -32,7 +32,7 @@ def test_what_comes_lands_in_its_place(data: st.DataObject) -> None:
     """Cut into frames anywhere, and each received as the network likes; some are torn, and come again in pieces."""
     targets = [np.zeros(size, np.uint8) for size in data.draw(st.lists(st.integers(0, 40), max_size=4))]
     whole = bytes(range(1, 251))[: sum(len(target) + padding(len(target)) for target in targets)]
-    landing = Landing(ps_pb2.Reply, [view(target) for target in targets])
+    sink = PayloadSink(ps_pb2.Reply, [view(target) for target in targets])
     cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=5))})
     for start, stop in itertools.pairwise(cuts):
         middle = data.draw(st.integers(start, stop))
@@ -41,13 +41,13 @@ def test_what_comes_lands_in_its_place(data: st.DataObject) -> None:
         for again, values, end in data.draw(st.sampled_from([[(False, whole[start:stop], stop)], [torn, *pieces]])):
             frame = pack(ps_pb2.Reply(again=again, last=end == len(whole)), [values])
             first = data.draw(st.integers(0, len(frame)))
-            rooms = landing.take(frame[:first], len(frame))
+            rooms = sink.take(frame[:first], len(frame))
             if rooms is None:  # it can't be told from so little
-                first, rooms = len(frame), landing.take(frame, len(frame))
+                first, rooms = len(frame), sink.take(frame, len(frame))
             for room in rooms or ():
                 room[:] = frame[first : first + len(room)]
                 first += len(room)
-    assert landing.complete == (len(cuts) > 1)
+    assert sink.complete == (len(cuts) > 1)
     at = 0
     for target in targets:
         assert target.tobytes() == whole[at : at + len(target)]
@@ -56,16 +56,16 @@ def test_what_comes_lands_in_its_place(data: st.DataObject) -> None:
 
 def test_too_much_and_too_little() -> None:
     target = np.zeros(32, np.uint8)
-    landing = Landing(ps_pb2.Request, [view(target)])
-    landing.take(frame := pack(ps_pb2.Request(), [bytes(20)]), len(frame))
-    assert landing.missing == 12
+    sink = PayloadSink(ps_pb2.Request, [view(target)])
+    sink.take(frame := pack(ps_pb2.Request(), [bytes(20)]), len(frame))
+    assert sink.missing == 12
     with pytest.raises(ProtocolError, match="8 bytes more came than were asked for"):
-        landing.take(frame, len(frame))
-    landing = Landing(ps_pb2.Request, [view(target)])
-    landing.put(ps_pb2.Request(last=True), memoryview(bytes(20)))
-    assert not landing.complete
-    with pytest.raises(ProtocolError, match="a frame after the last one"):
-        landing.put(ps_pb2.Request(), memoryview(bytes(12)))
+        sink.take(frame, len(frame))
+    sink = PayloadSink(ps_pb2.Request, [view(target)])
+    sink.put(ps_pb2.Request(last=True), memoryview(bytes(20)))
+    assert not sink.complete
+    with pytest.raises(ProtocolError, match="a frame came after the last one"):
+        sink.put(ps_pb2.Request(), memoryview(bytes(12)))
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ from pscluster.core.transport.tcp.packets import (
     as_buffers,
     tuned,
 )
-from pscluster.core.transport.tcp.server import MAX_STRANGERS, DataServer, listen
+from pscluster.core.transport.tcp.server import MAX_UNAUTHENTICATED, DataServer, listen
 from pscluster.v1 import data_plane_pb2
 
 TOKEN = "correct-horse-battery-staple"
@@ -562,7 +562,7 @@ def test_who_was_accepted_may_be_silent(port: DataPort, server: DataServer, monk
 
 
 def test_of_many_strangers_the_oldest_are_closed(server: DataServer, port: DataPort) -> None:
-    crowd = [connected(server) for _ in range(MAX_STRANGERS + 3)]
+    crowd = [connected(server) for _ in range(MAX_UNAUTHENTICATED + 3)]
     assert all(is_closed(oldest) for oldest in crowd[:2])
     assert called(port, "Same", b"x")[0] == [b"x"]
     for each in crowd:

@@ -173,7 +173,10 @@ def test_colocation_is_within_a_strategy(strategy: ParameterServerStrategy) -> N
     with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as other:
         with other.scope():
             theirs = Variable(1.0, name="theirs")
-        with pytest.raises(MisuseError, match="'theirs' is of another strategy"), strategy.colocate_vars_with(theirs):
+        with (
+            pytest.raises(MisuseError, match="'theirs' belongs to another strategy"),
+            strategy.colocate_vars_with(theirs),
+        ):
             pass
 
 

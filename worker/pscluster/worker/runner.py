@@ -124,9 +124,9 @@ class Runner:
         except grpc.RpcError:
             pass  # the coordinator has gone: nobody waits for outcomes
         except PsClusterError as error:
-            logger.warning("the stream of steps is ended: %s", error)
+            logger.warning("the stream of functions ended: %s", error)
         except Exception:
-            logger.exception("the runner stopped; its functions go to other workers")
+            logger.exception("the runner failed; other workers will run its functions")
         finally:
             counts.not_idle(idle)
             self.end()
@@ -159,7 +159,7 @@ class Runner:
             except grpc.RpcError:
                 pass
             except Exception:
-                logger.exception("the stream of steps can't be read; its functions go to other workers")
+                logger.exception("can't read the stream of functions; other workers will run them")
             if not more:
                 with self._lock:
                     self._reading, self._read_all = False, True
@@ -379,7 +379,7 @@ class Runner:
         """Kill this process if one of these runs: it was asked to stop, and does not."""
         with self._lock:
             if self._running is not None and self._running.function in functions:
-                logger.error("function %d does not stop: this process is ended, as asked", self._running.function)
+                logger.error("function %d does not stop: ending this process, as requested", self._running.function)
                 os.kill(os.getpid(), signal.SIGKILL)  # whoever keeps workers alive starts it again, as after any death
 
     def leave(self) -> None:

@@ -152,7 +152,7 @@ class WorkerRole(Role):
             if self._leaving:  # before it is up: so no function is sent that would come back
                 raise UnavailableError(f"worker {self._index} is stopping")
             if self._runner is not None:
-                raise ProtocolError("there is a stream of steps already")
+                raise ProtocolError("this attachment already has a stream of functions")
             self._runner = runner
         return runner
 
@@ -179,11 +179,11 @@ class WorkerRole(Role):
             return
         runner.leave()
         if not runner.wait_idle(grace):
-            logger.warning("a function still ran after %g s; it is given back unfinished", grace)
+            logger.warning("a function was still running after %g s; returning it unfinished for another worker", grace)
         elif not job.wait_fetched(until - time.monotonic()):
-            logger.warning("nobody has fetched the last results within %g s", grace)
+            logger.warning("the coordinator did not fetch the last results within %g s", grace)
         elif not runner.wait_ended(until - time.monotonic()):
-            logger.warning("the coordinator has not ended its stream of functions within %g s", grace)
+            logger.warning("the coordinator did not end its stream of functions within %g s", grace)
 
 
 class WorkerService:

@@ -1,38 +1,38 @@
-"""The figures of a worker."""
+"""The metrics of a worker."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from pscluster.core.metrics.registry import Figure, Snapshot, Telemetry
+from pscluster.core.metrics.registry import Metric, Snapshot, Telemetry
 from pscluster.ps.request_metrics import ClientCounts
 from pscluster.worker.service import WorkerRole
 
 OF_CLIENTS = (
-    Figure("pull_seconds", "histogram", "from a read's sending to its answer", ("server",)),
-    Figure("push_seconds", "histogram", "from an update's sending to its answer", ("server",)),
-    Figure("pulled_bytes_total", "counter", "received in answers to reads", ("server",)),
-    Figure("pushed_bytes_total", "counter", "sent in updates", ("server",)),
-    Figure("server_reconnects_total", "counter", "requests repeated since a server was out of reach", ("server",)),
+    Metric("pull_seconds", "histogram", "from a read's sending to its answer", ("server",)),
+    Metric("push_seconds", "histogram", "from an update's sending to its answer", ("server",)),
+    Metric("pulled_bytes_total", "counter", "received in answers to reads", ("server",)),
+    Metric("pushed_bytes_total", "counter", "sent in updates", ("server",)),
+    Metric("server_reconnects_total", "counter", "requests repeated because a server was unreachable", ("server",)),
 )
 """Of whoever has a client of the parameter servers."""
 
 
 class WorkerTelemetry(Telemetry):
-    """See `figures`."""
+    """See `metrics`."""
 
     role: ClassVar[str] = "worker"
-    figures = (
-        Figure("functions_done_total", "counter", "functions that returned"),
-        Figure("functions_failed_total", "counter", "functions that raised"),
-        Figure("functions_cancelled_total", "counter", "functions stopped as they ran"),
-        Figure("functions_returned_total", "counter", "functions given back before they began"),
-        Figure("functions_running", "gauge", "functions that run"),
-        Figure("functions_waiting", "gauge", "functions that came and have not begun"),
-        Figure("run_seconds", "histogram", "of each function that ran"),
-        Figure("idle_seconds_total", "counter", "without a function to run, a coordinator being there"),
-        Figure("data_wait_seconds_total", "counter", "for which functions waited for their data"),
-        Figure("attachments_total", "counter", "how often a coordinator took it"),
+    metrics = (
+        Metric("functions_done_total", "counter", "functions that returned"),
+        Metric("functions_failed_total", "counter", "functions that raised"),
+        Metric("functions_cancelled_total", "counter", "functions stopped as they ran"),
+        Metric("functions_returned_total", "counter", "functions given back before they began"),
+        Metric("functions_running", "gauge", "functions that run"),
+        Metric("functions_waiting", "gauge", "functions that came and have not begun"),
+        Metric("run_seconds", "histogram", "of each function that ran"),
+        Metric("idle_seconds_total", "counter", "without a function to run, a coordinator being there"),
+        Metric("data_wait_seconds_total", "counter", "for which functions waited for their data"),
+        Metric("attachments_total", "counter", "how often a coordinator took it"),
         *OF_CLIENTS,
     )
 

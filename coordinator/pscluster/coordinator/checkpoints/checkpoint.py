@@ -28,8 +28,8 @@ from google.protobuf.json_format import MessageToDict
 from pscluster.coordinator.checkpoints.folder import INDEX, reason, there
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.restore_plan import plan_variable, sent_ahead
-from pscluster.coordinator.data.positions import NAME as POSITIONS
-from pscluster.coordinator.data.positions import Positions
+from pscluster.coordinator.data.dataset_progress import NAME as POSITIONS
+from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.job.progress import NAME as PROGRESS
 from pscluster.coordinator.job.progress import TRAINING, JobProgress
@@ -84,11 +84,11 @@ class Checkpoint(StaysHere):
     def _mark(self, number: int) -> MarkedCheckpoint:
         context, begin = self.context, time.monotonic()
         check_restored(context)
-        context.client.directory()  # a server that is gone is waited for here, not while nothing runs
+        context.client.directory()  # wait for a server that is gone here, not while functions are paused
         with self._paused():
             check_restored(context)  # others may have tried meanwhile
-            if context.positions is not None:
-                context.positions.save()
+            if context.dataset_progress is not None:
+                context.dataset_progress.save()
             forgotten = context.dispatcher.forgotten() if context.dispatcher is not None else set()
             index = Index(number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
             directory = context.client.directory()[0]
@@ -146,9 +146,9 @@ class Checkpoint(StaysHere):
         index = read_index(path)
         check_whole(index, path)
         context = self.context
-        positions = context.positions if progress else None
-        if positions is not None:
-            positions.check_idle()
+        datasets = context.dataset_progress if progress else None
+        if datasets is not None:
+            datasets.check_idle()
         self._check_names(index, path, partial)
         if progress:
             for name in KEPT:  # there has to be a place for it
@@ -159,10 +159,10 @@ class Checkpoint(StaysHere):
         if index.partly_applied:
             many, last = index.partly_applied, index.partly_applied_last[-1:]
             logger.warning("%s may have parts of %d functions that had ended, the last: %s", path, many, *last or [""])
-        with self._taking_place(requests, f"the restore of {path}", index.nbytes, positions):
+        with self._taking_place(requests, f"the restore of {path}", index.nbytes, datasets):
             context.partly_applied.clear()
-            if positions is not None:
-                positions.restored()
+            if datasets is not None:
+                datasets.restored()
         return index
 
     def give_up_restore(self) -> None:
@@ -183,7 +183,7 @@ class Checkpoint(StaysHere):
         requests: dict[int, ps_pb2.RestoreRequest],
         what: str,
         nbytes: int = 0,
-        positions: Positions | None = None,
+        datasets: DatasetProgress | None = None,
     ) -> Iterator[None]:
         """Within the block the servers have what they were to read, and no function runs yet."""
         context, number = self.context, fresh_id()
@@ -196,8 +196,8 @@ class Checkpoint(StaysHere):
                 context.client.restore(requests, nbytes)
                 reach("coordinator.stage.after")
                 pause.enter_context(self._paused())
-                if positions is not None:
-                    positions.check_idle()
+                if datasets is not None:
+                    datasets.check_idle()
             except BaseException:
                 drops = {server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests}
                 with contextlib.suppress(PsClusterError):
@@ -217,7 +217,7 @@ class Checkpoint(StaysHere):
                 f"{path} has no {', '.join(map(repr, missing))}: give partial=True to leave them as they are"
             )
         if surplus := [name for name in index.variables if name not in known and name not in KEPT]:
-            logger.warning("%s has variables that are not here: %s", path, ", ".join(surplus))
+            logger.warning("%s has variables that this job does not have: %s", path, ", ".join(surplus))
 
     def _plan(self, index: Index, path: str, progress: bool) -> dict[int, ps_pb2.RestoreRequest]:
         requests = {server: ps_pb2.RestoreRequest() for server in range(self.context.client.num_servers)}
@@ -251,16 +251,16 @@ class MarkedCheckpoint:
 
     def write(self, path: str) -> str:
         """Have it written; see `Checkpoint.write`."""
-        counts, begin, observed = self._context.counts, time.monotonic(), self._context.observed
+        counts, begin, event_log = self._context.counts, time.monotonic(), self._context.event_log
         try:
             self._write(path)
         except BaseException as error:
             counts.checkpoints_failed += 1
-            observed.not_saved(path, str(error))
+            event_log.not_saved(path, str(error))
             raise
         seconds = time.monotonic() - begin
         counts.checkpoints.add(seconds)
-        observed.saved(Saved(path, time.time(), seconds, self.index.pause_seconds, self.index.nbytes))
+        event_log.saved(Saved(path, time.time(), seconds, self.index.pause_seconds, self.index.nbytes))
         return path
 
     def _write(self, path: str) -> None:
@@ -269,7 +269,9 @@ class MarkedCheckpoint:
             fs, where = fsspec.core.url_to_fs(path)
             fs.makedirs(where, exist_ok=True)
             if there(fs, join(where, INDEX)):
-                raise CheckpointError(f"there is a checkpoint in {path} already: nothing is written over one")
+                raise CheckpointError(
+                    f"{path} already holds a checkpoint, which is never overwritten: give another path"
+                )
             replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self._mark, path, _bytes(self._context))
             reach("coordinator.parts.after")
             for server, reply in enumerate(replies):

@@ -226,7 +226,9 @@ def read_index(directory: str) -> Index:
             while len(data) <= _MAX_BYTES and (chunk := file.read(CHUNK_BYTES)):  # no more room than there are bytes
                 data += chunk
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} is no checkpoint: it has no {INDEX}, which is written last") from None
+        raise CheckpointError(
+            f"{directory} is no checkpoint: it has no {INDEX}, which is written last, after everything else"
+        ) from None
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{path} can't be read: {reason(error)}") from error
     if len(data) > _MAX_BYTES:
@@ -245,7 +247,7 @@ def read_index(directory: str) -> Index:
             raise CheckpointError(f"{path} is of version {body.get('version')!r} of the format, not {VERSION}")
         return _parsed(body)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} makes no sense: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is invalid: {type(error).__name__}: {error}") from error
 
 
 def _parsed(body: dict[str, Any]) -> Index:

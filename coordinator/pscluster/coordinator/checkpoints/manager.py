@@ -219,7 +219,7 @@ class CheckpointManager(StaysHere):
         self._end_timer(wait=False)
         while self._pending is not None and not wait_for(self._pending, LOOK_SECONDS):
             if why := self.checkpoint.context.hopeless():
-                logger.error("the checkpoint that is being written is not waited for: %s", why)
+                logger.error("not waiting for the checkpoint that is being written: %s", why)
                 break
         self.close(wait=False)
 
@@ -277,9 +277,9 @@ class CheckpointManager(StaysHere):
             try:
                 check_restored(context)
             except CheckpointError as error:
-                logger.error("the variables that live on the servers are not gone on with: %s", error)
+                logger.error("not continuing with the variables on the servers: %s", error)
             else:
-                logger.info("going on with the variables that live on the servers")
+                logger.info("continuing with the variables on the servers")
                 return RestoredFrom.LIVE
         with self._alone():
             for path in reversed(self.checkpoints):
@@ -294,12 +294,12 @@ class CheckpointManager(StaysHere):
                     return RestoredFrom.CHECKPOINT
         if context.resumed:  # and not whole: these are no initial values
             check_restored(context)
-        logger.info("there is no checkpoint in %s: beginning with the initial values", self.directory)
+        logger.info("there is no checkpoint in %s; starting from the initial values", self.directory)
         return RestoredFrom.NOTHING
 
 
 def _the_open_one() -> HasJob:
     found = open_jobs()
     if len(found) != 1:
-        raise MisuseError(f"{len(found)} strategies are open: say strategy=")
+        raise MisuseError(f"{len(found)} strategies are open: give strategy=")
     return found[0]

@@ -144,14 +144,14 @@ class SidecarEvaluator:
                     last = said = time.monotonic()
                     continue
                 if finished:
-                    logger.info("no more checkpoints come in %s", self.directory)
+                    logger.info("no more checkpoints will come in %s", self.directory)
                     break
                 now = time.monotonic()
                 if self.timeout is not None and now - last >= self.timeout:
                     raise WaitTimeoutError(
                         f"no new checkpoint in {self.directory} for {self.timeout:g} s{self._trouble and ': '}"
-                        f"{self._trouble}; {len(evaluations)} were evaluated. Does the job still run? One that has "
-                        "ended says so by CheckpointManager.finish()"
+                        f"{self._trouble}; {len(evaluations)} were evaluated. Is the job still running? A job that "
+                        "has ended calls CheckpointManager.finish()"
                     )
                 if now - said >= SAID_SECONDS:
                     said = now
@@ -219,7 +219,7 @@ def _is_gone(path: str) -> bool:
 
 def _pass_over(path: str, error: CheckpointError) -> None:
     if _is_gone(path):
-        logger.warning("%s was removed before it was evaluated", path)
+        logger.warning("skipping %s: it was removed before it could be evaluated", path)
     else:
         logger.error("%s can't be evaluated: %s", path, error)
 
@@ -255,7 +255,7 @@ class _Results:
             try:
                 evaluation = Evaluation.from_json(line)
             except (ValueError, TypeError, LookupError, AttributeError):
-                logger.warning("%s has a line that no evaluator wrote: %.80s", path, line)
+                logger.warning("%s has a line that was not written by an evaluator: %.80s", path, line)
             else:
                 self.known.add((evaluation.number, evaluation.created))
         self._lines = AppendedFile(path)

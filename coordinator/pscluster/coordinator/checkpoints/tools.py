@@ -106,7 +106,7 @@ def merge(path: str, out: str, *, file_bytes: int = _FILE_BYTES) -> list[str]:
     fs, where = _file_system(out)
     index_name = "model.safetensors.index.json"
     if there(fs, join(where, index_name)):
-        raise CheckpointError(f"{out} has a {index_name} already: give another directory")
+        raise CheckpointError(f"{out} already has a {index_name}: give another directory")
     wholes: list[list[TensorToWrite]] = [[]]
     for variable in _of_users(index):
         for key in variable.arrays:

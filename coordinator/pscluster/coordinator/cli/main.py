@@ -49,12 +49,12 @@ class _Group(click.Group):
 def credentials_options(command: Callable[..., None]) -> Callable[..., None]:
     """Click options of what asks the roles of a cluster."""
     for option in (
-        click.option("--insecure", is_flag=True, help="Ask in plain text off loopback, too. Or $PSCLUSTER_INSECURE=1."),
+        click.option("--insecure", is_flag=True, help="Allow plain text off loopback. Or $PSCLUSTER_INSECURE=1."),
         click.option(
             "--tls",
             "tls_folder",
             type=click.Path(path_type=Path),
-            help="Folder with certificates, as the roles have it. Or $PSCLUSTER_TLS.",
+            help="Folder with certificates, the same as for the roles. Or $PSCLUSTER_TLS.",
         ),
         click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token."),
     ):
@@ -89,7 +89,7 @@ for _name, _module, _attribute, _summary in (
     default=10,
     show_default=True,
     type=click.IntRange(0),
-    help="Restarts of one role before giving up.",
+    help="Restarts of one role before the run fails.",
 )
 @dashboard_options(shown=True)
 @log_options("WARNING", "Of the servers and workers.")
@@ -105,9 +105,9 @@ for _name, _module, _attribute, _summary in (
     "--transport",
     type=click.Choice(["unix", "tcp"]),
     show_default="unix; tcp with --tls",
-    help="How the processes talk: over Unix sockets, which no other user can open, or ports of 127.0.0.1.",
+    help="Transport between processes: Unix sockets, which no other user can open, or ports of 127.0.0.1.",
 )
-@click.option("--tls", is_flag=True, help="Over TCP, with certificates made for this run, which all have to show.")
+@click.option("--tls", is_flag=True, help="Use TCP with mutual TLS, with certificates made for this run.")
 @add_pickle_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -177,9 +177,9 @@ _EVERY = click.FloatRange(0.1, 3600)
 
 @cli.command("status")
 @credentials_options
-@click.option("--watch", is_flag=True, help="Look again and again, until Ctrl-C.")
-@click.option("--every", default=2.0, show_default=True, type=_EVERY, help="Seconds between two looks.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a look, on one line.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
+@click.option("--every", default=2.0, show_default=True, type=_EVERY, help="Seconds between updates.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per update, on one line.")
 def status_command(
     token_file: Path | None, tls_folder: Path | None, insecure: bool, watch: bool, every: float, as_json: bool
 ) -> None:
@@ -192,9 +192,11 @@ def status_command(
 
 @cli.command("top")
 @credentials_options
-@click.option("--every", default=2.0, show_default=True, type=_EVERY, help="Seconds between two looks.")
-@click.option("--rounds", default=0, show_default="until Ctrl-C", type=click.IntRange(0), help="So many pictures.")
-@click.option("--rows", default=10, show_default=True, type=click.IntRange(1), help="Of each table, at most.")
+@click.option("--every", default=2.0, show_default=True, type=_EVERY, help="Seconds between updates.")
+@click.option(
+    "--rounds", default=0, show_default="until Ctrl-C", type=click.IntRange(0), help="Updates to show before exiting."
+)
+@click.option("--rows", default=10, show_default=True, type=click.IntRange(1), help="Maximum rows per table.")
 def top_command(
     token_file: Path | None, tls_folder: Path | None, insecure: bool, every: float, rounds: int, rows: int
 ) -> None:
@@ -206,7 +208,7 @@ def top_command(
 
 
 def _cluster(token_file: Path | None, tls_folder: Path | None, insecure: bool) -> list[PeerAddress]:
-    """Whom to ask, and with what. ConfigurationError if that is nobody."""
+    """Return the tasks to ask. ConfigurationError if TF_CONFIG names none."""
     from pscluster.coordinator.cli.status import peers_of
     from pscluster.core.cluster.spec import TFConfig
     from pscluster.core.security.tls import INSECURE_VARIABLE, is_set, load_tls, token_for
@@ -242,19 +244,21 @@ def token_command(path: Path | None) -> None:
 
 @cli.command("certs")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--host", "hosts", multiple=True, metavar="NAME|IP", help="By which roles are reached; may be repeated.")
+@click.option(
+    "--host", "hosts", multiple=True, metavar="NAME|IP", help="Name or address by which roles are reached; repeatable."
+)
 @click.option(
     "--days",
     default=365.0,
     show_default=True,
     type=click.FloatRange(0, 36_500, min_open=True),
-    help="They are good for.",
+    help="Days for which the certificates are valid.",
 )
-@click.option("--renew", is_flag=True, help="New certificates of the CA in DIR for the keys and hosts there.")
+@click.option("--renew", is_flag=True, help="Renew the certificates in DIR with its CA, for the same keys and hosts.")
 def certs_command(folder: Path, hosts: tuple[str, ...], days: float, renew: bool) -> None:
     """Make a CA in DIR, and a folder with a certificate and a key for each role: DIR/ps, worker, coordinator and tool.
 
-    They are good for localhost, the hosts of the cluster in TF_CONFIG, if it is set, and each --host.
+    They are valid for localhost, the hosts of the cluster in TF_CONFIG, if it is set, and each --host.
     """
     from pscluster.core.cluster.spec import TFConfig
     from pscluster.core.security.certificates import hosts_of, make_certificates, renew_certificates
@@ -263,14 +267,14 @@ def certs_command(folder: Path, hosts: tuple[str, ...], days: float, renew: bool
         renew_certificates(folder, hosts, days)
     elif not make_certificates(folder, hosts, hosts_of(TFConfig.from_environ().cluster), days):
         raise ConfigurationError(
-            f"there are certificates in {folder}, which stay as they are: say --renew for new ones of the same CA, or "
+            f"{folder} already has certificates, which are kept: give --renew for new ones from the same CA, or "
             "name another folder"
         )
 
 
 @cli.group("checkpoint")
 def checkpoint_group() -> None:
-    """Look at checkpoints. DIRECTORY: of one, or of several, whose newest is meant; or a URL of fsspec."""
+    """Inspect checkpoints. DIRECTORY is one, or holds several (the newest is used); it may be an fsspec URL."""
 
 
 @checkpoint_group.command("inspect")

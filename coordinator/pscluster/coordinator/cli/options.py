@@ -15,7 +15,7 @@ def dashboard_options(shown: bool) -> Callable[[Callable[..., None]], Callable[.
             "--dashboard-address",
             envvar="PSCLUSTER_DASHBOARD_ADDRESS",
             metavar="HOST:PORT",
-            help="Where. Default: 127.0.0.1:8477, or a port that is free. Or $PSCLUSTER_DASHBOARD_ADDRESS.",
+            help="Address of the live page. Default: 127.0.0.1:8477, or a free port. Or $PSCLUSTER_DASHBOARD_ADDRESS.",
         )(command)
         return click.option(
             "--dashboard/--no-dashboard", default=shown, show_default=True, help="Show the job on a live page."

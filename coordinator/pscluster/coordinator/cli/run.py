@@ -279,7 +279,7 @@ def _run_to_end(
                     break
     code = script.wait()
     if failure is not None:
-        raise LocalClusterError(f"{failure}; so the script was terminated")
+        raise LocalClusterError(f"{failure}; the script was terminated")
     # Stopped in order is a good end for a role, but whoever started the whole must not take the job for done.
     return 128 + signalled if signalled and code == 0 else code
 

@@ -109,7 +109,7 @@ class Dashboard:
             site = Site(watch, visitors, port, files)
             self._loop.run_until_complete(site.serve(self._socket, self._ready.set, self._stop))
         except Exception:  # the job goes on without it
-            logger.exception("the live page has failed")
+            logger.exception("the live page failed")
         finally:
             self._ready.set()
             self._socket.close()

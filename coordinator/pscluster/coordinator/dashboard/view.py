@@ -1,4 +1,4 @@
-"""What the live page shows, as one object of plain values: from what was seen at a moment. Pure.
+"""What the live page shows, as one object of plain values: from a snapshot of the job. Pure.
 
 Names, errors and tracebacks are data here and on the page, which writes them as text and never as markup.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pscluster.coordinator.observability.events import Event, Observed, Series
+from pscluster.coordinator.observability.events import Event, EventLog, Series
 from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
 from pscluster.coordinator.scheduling.queue_stats import QueueStats, WorkerStats
 from pscluster.core.transport.channels import PeerAddress
@@ -47,7 +47,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ServerLook:
+class ServerStats:
     """A parameter server, as the coordinator sees it at a moment."""
 
     peer: PeerAddress
@@ -55,8 +55,8 @@ class ServerLook:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """All that there is to show."""
+class JobSnapshot:
+    """The state of the job at one moment, as the page shows it."""
 
     now: float  # seconds since the epoch
     clock: float  # the same moment, of the clock that never jumps
@@ -65,65 +65,65 @@ class Seen:
     memory_bytes: int
     ended: bool
     connected: bool
-    look: QueueStats | None  # None: there is no ClusterCoordinator yet
-    servers: Sequence[ServerLook]
+    queue: QueueStats | None  # None: there is no ClusterCoordinator yet
+    servers: Sequence[ServerStats]
     workers: Sequence[PeerAddress]
     replies: Mapping[str, node_pb2.StatusReply]  # by task, of those that answered
     asked: bool  # whether tasks were asked at all
     rates: Rates
-    observed: Observed
+    event_log: EventLog
     series: Series
 
 
-def page(seen: Seen, *, details: bool = False) -> Json:
+def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
     """What the page is given; with the errors' tracebacks, which the page asks for one by one, or without.
 
     When the job has ended nobody can be asked any more, so the last errors have theirs in any case.
     """
-    times, _, losses = seen.series.rows()
-    observed, training = seen.observed, seen.observed.training
-    stories = _stories(observed.events)
-    workers = _workers(seen, stories)
-    servers = _servers(seen, stories)
-    variables = _variables(seen.rates.variables)
-    detailed = MAX_EVENTS if details else LAST_ERRORS if seen.ended else 0
-    problems = _problems(workers, servers, observed.unsaved, _overloaded(seen, servers))
-    loss = seen.series.loss
+    times, _, losses = snapshot.series.rows()
+    event_log, training = snapshot.event_log, snapshot.event_log.training
+    stories = _stories(event_log.events)
+    workers = _workers(snapshot, stories)
+    servers = _servers(snapshot, stories)
+    variables = _variables(snapshot.rates.variables)
+    detailed = MAX_EVENTS if details else LAST_ERRORS if snapshot.ended else 0
+    problems = _problems(workers, servers, event_log.unsaved, _overloaded(snapshot, servers))
+    loss = snapshot.series.loss
     return {
-        "now": seen.now,
-        "began": observed.began,
-        "running": seen.clock - observed.since,
-        "job": seen.job,
-        "coordinator": seen.coordinator,
-        "memory": seen.memory_bytes,
-        "health": _health(seen, problems),
-        "queue": _queue(seen),
+        "now": snapshot.now,
+        "began": event_log.began,
+        "running": snapshot.clock - event_log.since,
+        "job": snapshot.job,
+        "coordinator": snapshot.coordinator,
+        "memory": snapshot.memory_bytes,
+        "health": _health(snapshot, problems),
+        "queue": _queue(snapshot),
         "training": {
             **asdict(training),
             "logs": [
-                [name, _number(value if loss is None or name != observed.loss_name else loss)]
+                [name, _number(value if loss is None or name != event_log.loss_name else loss)]
                 for name, value in training.logs.items()
             ],
-            "step_rate": seen.series.step_rate,
-            "example_rate": seen.series.example_rate,
+            "step_rate": snapshot.series.step_rate,
+            "example_rate": snapshot.series.example_rate,
         },
         "series": {
-            "times": [round(seen.now - seen.clock + each, 1) for each in times],
-            "rates": [round(each, 2) for each in seen.series.curve()],
+            "times": [round(snapshot.now - snapshot.clock + each, 1) for each in times],
+            "rates": [round(each, 2) for each in snapshot.series.curve()],
             "losses": _loss_curve(losses, loss),
-            "loss": observed.loss_name,
+            "loss": event_log.loss_name,
             "loss_now": None if loss is None else _number(loss),
         },
         "workers": workers,
         "servers": servers,
         "variables": variables,
-        "more_variables": max(len(seen.rates.variables) - MAX_VARIABLES, 0),
-        "events": [_event(event) for event in reversed(observed.events[-MAX_EVENTS:])],
+        "more_variables": max(len(snapshot.rates.variables) - MAX_VARIABLES, 0),
+        "events": [_event(event) for event in reversed(event_log.events[-MAX_EVENTS:])],
         "errors": [
             {**_event(event), "detailed": bool(event.detail), **({"detail": event.detail} if number < detailed else {})}
-            for number, event in enumerate(reversed(observed.errors))
+            for number, event in enumerate(reversed(event_log.errors))
         ],
-        "checkpoints": [asdict(each) for each in reversed(observed.checkpoints)],
+        "checkpoints": [asdict(each) for each in reversed(event_log.checkpoints)],
     }
 
 
@@ -152,110 +152,110 @@ def _stories(events: Sequence[Event]) -> dict[str, list[Json]]:
     return {who: story[:6] for who, story in found.items()}
 
 
-def _queue(seen: Seen) -> Json:
-    look = seen.look
-    if look is None:
+def _queue(snapshot: JobSnapshot) -> Json:
+    queue = snapshot.queue
+    if queue is None:
         return {"waiting": 0, "running": 0, "done": 0, "failed": 0, "retried": 0, "cancelled": 0, "rate": 0.0}
     return {
-        "waiting": look.waiting,
-        "running": look.in_flight,
-        "done": look.done,
-        "failed": look.failed,
-        "retried": look.retried,
-        "cancelled": look.cancelled,
-        "rate": round(seen.series.rate, 2),
+        "waiting": queue.waiting,
+        "running": queue.in_flight,
+        "done": queue.done,
+        "failed": queue.failed,
+        "retried": queue.retried,
+        "cancelled": queue.cancelled,
+        "rate": round(snapshot.series.rate, 2),
     }
 
 
-def _common(seen: Seen, peer: PeerAddress, stories: Mapping[str, list[Json]]) -> Json:
-    reply = seen.replies.get(peer.task)
+def _common(snapshot: JobSnapshot, peer: PeerAddress, stories: Mapping[str, list[Json]]) -> Json:
+    reply = snapshot.replies.get(peer.task)
     return {
         "task": peer.task,
         "address": peer.address,
         "name": "" if reply is None else reply.identity.name,
         "up_seconds": None if reply is None else round(reply.uptime_seconds),
         "memory": None if reply is None else reply.memory_bytes,
-        "deaths": seen.observed.deaths.get(peer.task, 0),
+        "deaths": snapshot.event_log.deaths.get(peer.task, 0),
         "story": stories.get(peer.task, []),
     }
 
 
-def _workers(seen: Seen, stories: Mapping[str, list[Json]]) -> list[Json]:
+def _workers(snapshot: JobSnapshot, stories: Mapping[str, list[Json]]) -> list[Json]:
     rows = []
-    known = {} if seen.look is None else {each.peer.task: each for each in seen.look.workers}
-    exits = seen.observed.exits
-    for peer in seen.workers:
-        look = known.get(peer.task)
-        rate = seen.rates.tasks.get(peer.task, TaskRates())
-        slower = None if look is None or seen.look is None else _slower(look, seen.look.workers)
-        silent = seen.asked and peer.task not in seen.replies
-        state, good = _state_of_worker(look, seen.replies.get(peer.task), silent, exits.get(peer.task))
+    known = {} if snapshot.queue is None else {each.peer.task: each for each in snapshot.queue.workers}
+    exits = snapshot.event_log.exits
+    for peer in snapshot.workers:
+        worker = known.get(peer.task)
+        rate = snapshot.rates.tasks.get(peer.task, TaskRates())
+        slower = None if worker is None or snapshot.queue is None else _slower(worker, snapshot.queue.workers)
+        silent = snapshot.asked and peer.task not in snapshot.replies
+        state, good = _state_of_worker(worker, snapshot.replies.get(peer.task), silent, exits.get(peer.task))
         rows.append(
             {
-                **_common(seen, peer, stories),
+                **_common(snapshot, peer, stories),
                 "state": state,
                 "good": good,
-                "runs": "" if look is None or not look.has else look.running,
-                "quiet": 0 if look is None or not look.has else round(look.quiet, 1),
-                "has": 0 if look is None else look.has,
+                "runs": "" if worker is None or not worker.has else worker.running,
+                "quiet": 0 if worker is None or not worker.has else round(worker.quiet, 1),
+                "has": 0 if worker is None else worker.has,
                 "rate": round(rate.functions, 2),
                 "busy": round(rate.busy, 3),
                 "waited": round(rate.waited, 3),
-                "seconds": None if look is None else look.seconds,
+                "seconds": None if worker is None else worker.seconds,
                 "slower": None if slower is None else round(slower, 1),
                 "straggler": slower is not None and slower >= SLOW,
-                "done": 0 if look is None else look.done,
+                "done": 0 if worker is None else worker.done,
             }
         )
     return rows
 
 
 def _state_of_worker(
-    look: WorkerStats | None, reply: node_pb2.StatusReply | None, silent: bool, exit_: str | None
+    worker: WorkerStats | None, reply: node_pb2.StatusReply | None, silent: bool, exit_: str | None
 ) -> tuple[str, str]:
-    if look is None:
+    if worker is None:
         return (reply.state, "ok") if reply is not None else ("does not answer", "warn") if silent else ("", "ok")
-    if not look.up:
-        return f"{'gone' if look.restarts >= 0 else 'not there'}: {exit_ or look.why}", "bad"
+    if not worker.up:
+        return f"{'gone' if worker.restarts >= 0 else 'not there'}: {exit_ or worker.why}", "bad"
     if reply is not None and reply.state == "stopping":
         return "stopping", "warn"
     if silent:
         return "does not answer", "warn"
-    return ("working", "ok") if look.has else ("idle", "ok")
+    return ("working", "ok") if worker.has else ("idle", "ok")
 
 
-def _slower(look: WorkerStats, workers: Sequence[WorkerStats]) -> float | None:
+def _slower(worker: WorkerStats, workers: Sequence[WorkerStats]) -> float | None:
     """How many times as long its functions take as the others', by their median; None: nobody can say."""
-    others = [each.seconds for each in workers if each is not look and each.up and each.seconds]
-    if not look.up or not look.seconds or not others:
+    others = [each.seconds for each in workers if each is not worker and each.up and each.seconds]
+    if not worker.up or not worker.seconds or not others:
         return None
-    return look.seconds / statistics.median(others)
+    return worker.seconds / statistics.median(others)
 
 
-def _servers(seen: Seen, stories: Mapping[str, list[Json]]) -> list[Json]:
+def _servers(snapshot: JobSnapshot, stories: Mapping[str, list[Json]]) -> list[Json]:
     moved = {
         server.peer.task: rate.bytes_in + rate.bytes_out
-        for server in seen.servers
-        if (rate := seen.rates.tasks.get(server.peer.task)) is not None
+        for server in snapshot.servers
+        if (rate := snapshot.rates.tasks.get(server.peer.task)) is not None
     }
     total = sum(moved.values())
     rows = []
-    exits = seen.observed.exits
-    for server in seen.servers:
-        peer, reply = server.peer, seen.replies.get(server.peer.task)
-        rate = seen.rates.tasks.get(peer.task, TaskRates())
+    exits = snapshot.event_log.exits
+    for server in snapshot.servers:
+        peer, reply = server.peer, snapshot.replies.get(server.peer.task)
+        rate = snapshot.rates.tasks.get(peer.task, TaskRates())
         share = moved.get(peer.task, 0.0) / total if total else 0.0
         if server.gone:
             exit_ = exits.get(peer.task)
             state, good = f"unreachable for {server.gone:.0f} s{f': {exit_}' if exit_ else ''}", "bad"
-        elif seen.asked and reply is None:
+        elif snapshot.asked and reply is None:
             state, good = "does not answer", "warn"
         else:
             state = "serving" if reply is None else reply.state
             good = "ok" if state == "serving" else "warn"
         rows.append(
             {
-                **_common(seen, peer, stories),
+                **_common(snapshot, peer, stories),
                 "state": state,
                 "good": good,
                 "detail": "" if reply is None else reply.detail,
@@ -263,7 +263,7 @@ def _servers(seen: Seen, stories: Mapping[str, list[Json]]) -> list[Json]:
                 "bytes_in": round(rate.bytes_in),
                 "bytes_out": round(rate.bytes_out),
                 "share": round(share, 3),
-                "hot": len(seen.servers) > 1 and share * len(seen.servers) >= HOT_SERVER,
+                "hot": len(snapshot.servers) > 1 and share * len(snapshot.servers) >= HOT_SERVER,
                 "shards": 0 if reply is None else reply.variables,
                 "held": 0 if reply is None else reply.variable_bytes,
                 "lost": {} if reply is None else dict(reply.lost_updates),
@@ -296,17 +296,17 @@ def _variables(variables: Sequence[VariableRates]) -> list[Json]:
     return rows
 
 
-def _overloaded(seen: Seen, servers: Sequence[Json]) -> list[str]:
+def _overloaded(snapshot: JobSnapshot, servers: Sequence[Json]) -> list[str]:
     """Servers that hold the job up, with the variable that most of their load comes from, and what helps."""
     if sum(row["bytes_in"] + row["bytes_out"] for row in servers) < BUSY_BYTES:
         return []
     found = []
-    for row, server in zip(servers, seen.servers, strict=True):
+    for row, server in zip(servers, snapshot.servers, strict=True):
         if not row["hot"]:
             continue
         index, count = server.peer.index, len(servers)
         text = f"{row['task']} carries {row['share']:.0%} of the load of {count} servers"
-        most = max(seen.rates.variables, key=lambda each: each.servers.get(index, 0.0), default=None)
+        most = max(snapshot.rates.variables, key=lambda each: each.servers.get(index, 0.0), default=None)
         if most is not None and (here := most.servers.get(index, 0.0)) > 0:
             part = here / most.moved
             if part > 0.99:
@@ -326,9 +326,7 @@ def _problems(
 ) -> list[str]:
     """What is wrong, the worst first, in sentences."""
     found = [
-        f"{row['task']} is {row['state']}: whoever reads or updates there waits"
-        for row in servers
-        if row["good"] == "bad"
+        f"{row['task']} is {row['state']}: reads and updates there wait" for row in servers if row["good"] == "bad"
     ]
     for row in workers:
         if row["good"] == "bad":
@@ -336,7 +334,7 @@ def _problems(
             found.append(f"{row['task']} is {row['state']}{more}")
     found += [f"{row['task']} {row['state']}" for row in servers if row["state"] == "does not answer"]
     found += [
-        f"{row['task']} {row['state']}: if it stays so, its functions run again elsewhere"
+        f"{row['task']} {row['state']}: if that continues, its functions run again elsewhere"
         for row in workers
         if row["state"] == "does not answer"
     ]
@@ -368,23 +366,31 @@ def _problems(
     return found
 
 
-def _health(seen: Seen, problems: list[str]) -> Json:
-    look = seen.look
-    if seen.ended:
-        last = [f"its last error: {error.text[:MAX_SAID]}" for error in seen.observed.errors[-1:]]
+def _health(snapshot: JobSnapshot, problems: list[str]) -> Json:
+    queue = snapshot.queue
+    if snapshot.ended:
+        last = [f"its last error: {error.text[:MAX_SAID]}" for error in snapshot.event_log.errors[-1:]]
         return {"state": "over", "text": "The job is over", "problems": last}
-    if not seen.connected:
+    if not snapshot.connected:
         return {"state": "warn", "text": "Waiting for the cluster's tasks", "problems": problems}
-    if look is None:
+    if queue is None:
         return {"state": "idle", "text": "Connected; no ClusterCoordinator yet", "problems": problems}
-    if look.error:
-        return {"state": "bad", "text": "A function failed: the rest is cancelled", "problems": [look.error, *problems]}
+    if queue.error:
+        return {
+            "state": "bad",
+            "text": "A function failed; the rest is cancelled",
+            "problems": [queue.error, *problems],
+        }
     if problems:
-        up = sum(each.up for each in look.workers)
-        state = "bad" if up == 0 or any(server.gone for server in seen.servers) else "warn"
+        up = sum(each.up for each in queue.workers)
+        state = "bad" if up == 0 or any(server.gone for server in snapshot.servers) else "warn"
         return {"state": state, "text": "Needs attention", "problems": problems}
-    if look.paused:
-        return {"state": "ok", "text": "A checkpoint is made: no function is handed out meanwhile", "problems": []}
-    if not look.in_flight and not look.waiting:
+    if queue.paused:
+        return {
+            "state": "ok",
+            "text": "Making a checkpoint: no function is handed out until it is done",
+            "problems": [],
+        }
+    if not queue.in_flight and not queue.waiting:
         return {"state": "idle", "text": "Healthy; nothing is scheduled", "problems": []}
     return {"state": "ok", "text": "Healthy, at work", "problems": []}

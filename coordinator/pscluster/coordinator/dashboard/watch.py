@@ -17,7 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from pscluster.coordinator.cli.status import Asker
-from pscluster.coordinator.dashboard.view import Seen, ServerLook, page
+from pscluster.coordinator.dashboard.view import JobSnapshot, ServerStats, page
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.local.launcher import InheritedReports
 from pscluster.coordinator.local.local_cluster import LocalCluster
@@ -59,7 +59,7 @@ class Watch:
         self._asked_at = 0.0
         self._asked = False
         self._series = Series(time.monotonic(), _done(context))
-        self._observed = context.observed
+        self._event_log = context.event_log
         resolver = context.resolver
         self._reports = resolver.reports if isinstance(resolver, LocalCluster) else InheritedReports()
         self._watchers = 0
@@ -87,8 +87,8 @@ class Watch:
         await asyncio.sleep(SAMPLE_SECONDS)
         if (context := self._context()) is not None:
             for task, text in self._reports.take():
-                self._observed.exited(task, text)
-            self._series.add(time.monotonic(), _done(context), self._observed.take_loss(), self._observed.steps)
+                self._event_log.exited(task, text)
+            self._series.add(time.monotonic(), _done(context), self._event_log.take_loss(), self._event_log.steps)
 
     async def _show(self) -> None:
         await self._wake.wait()
@@ -133,25 +133,25 @@ class Watch:
         context = self._context()
         if context is None:
             return self._text
-        dispatcher, gone = context.dispatcher, context.out_of_reach()
-        seen = Seen(
+        dispatcher, gone = context.dispatcher, context.unreachable()
+        snapshot = JobSnapshot(
             now=time.time(),
             clock=time.monotonic(),
             job=context.request.job_name,
             coordinator=context.request.coordinator.name,
             memory_bytes=resident_bytes(),
             ended=self._ended,
-            look=None if dispatcher is None else dispatcher.stats(),
+            queue=None if dispatcher is None else dispatcher.stats(),
             connected=context.connected,
-            servers=[ServerLook(peer, gone.get(peer, 0.0)) for peer in context.tasks if peer.role == "ps"],
+            servers=[ServerStats(peer, gone.get(peer, 0.0)) for peer in context.tasks if peer.role == "ps"],
             workers=[peer for peer in context.tasks if peer.role == "worker"],
             replies=self._replies,
             asked=self._asked,
             rates=self._rates,
-            observed=self._observed,
+            event_log=self._event_log,
             series=self._series,
         )
-        return json.dumps(page(seen, details=details), separators=(",", ":"), allow_nan=False, default=str)
+        return json.dumps(page(snapshot, details=details), separators=(",", ":"), allow_nan=False, default=str)
 
     async def look(self) -> str:
         """What is shown now; the roles are asked if nobody has lately."""
@@ -162,7 +162,7 @@ class Watch:
 
     def detail(self, number: int) -> str | None:
         """The traceback of the error of this number; None: there is no such error, or not any more."""
-        return next((error.detail for error in self._observed.errors if error.number == number), None)
+        return next((error.detail for error in self._event_log.errors if error.number == number), None)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:

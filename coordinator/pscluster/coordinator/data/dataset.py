@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pscluster.coordinator.data.positions import Number, Position, Positions, Range, StopOf
+from pscluster.coordinator.data.dataset_progress import DatasetProgress, Number, Position, Range, StopOf
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.handles import Handle, StaysHere
@@ -136,7 +136,7 @@ class DistributedDataset(StaysHere):
 
     def __init__(
         self,
-        positions: Positions,
+        progress: DatasetProgress,
         pipeline: Pipeline,
         named: itertools.count[int],
         *,
@@ -145,7 +145,7 @@ class DistributedDataset(StaysHere):
         epochs: int | None = 1,
         elements: int = 1,
     ) -> None:
-        self._positions = positions
+        self._progress = progress
         self._pipeline = pipeline
         self._named = named  # those that go through the same source
         self._epochs = epochs
@@ -166,7 +166,7 @@ class DistributedDataset(StaysHere):
         options = {name: changes.pop(name, value) for name, value in mine.items()}
         pipeline = dataclasses.replace(self._pipeline, **changes)
         return DistributedDataset(
-            self._positions, pipeline, self._named, on_error=self.on_error, retries=self.retries, **options
+            self._progress, pipeline, self._named, on_error=self.on_error, retries=self.retries, **options
         )
 
     def shuffle(self, *buffer_size: object, seed: int = 0, split: int | None = None) -> DistributedDataset:
@@ -180,7 +180,7 @@ class DistributedDataset(StaysHere):
         """
         if buffer_size:
             raise TypeError(
-                f"shuffle({', '.join(map(repr, buffer_size))}): there is no buffer, all of the dataset is shuffled; "
+                f"shuffle({', '.join(map(repr, buffer_size))}): the whole dataset is shuffled, without a buffer; "
                 "write shuffle(), or shuffle(seed=...)"
             )
         seed = checks.whole("seed", seed, at_least=0)
@@ -202,12 +202,12 @@ class DistributedDataset(StaysHere):
         Batches of files do not cross from one file to the next.
         """
         if self._pipeline.batch is not None:
-            raise MisuseError(f"these are batches of {self._pipeline.batch} already")
+            raise MisuseError(f"the dataset is already batched by {self._pipeline.batch}")
         made = self._with(batch=checks.whole("batch size", size, at_least=1), drop_remainder=drop_remainder)
         if not made._pipeline.kept:
             raise ValueError(
-                f"of {self._pipeline.length} examples there is no batch of {size}, and drop_remainder=True drops them "
-                "all: give a smaller size"
+                f"of {self._pipeline.length} examples no batch of {size} can be made, and drop_remainder=True drops "
+                "them all: give a smaller size"
             )
         return made
 
@@ -274,7 +274,7 @@ class DistributedDataset(StaysHere):
 
     def save_position(self) -> None:
         """Write it now, and not within the next seconds."""
-        self._positions.save()
+        self._progress.save()
 
     def _need_length(self, what: str) -> None:
         if self._has_files:
@@ -331,7 +331,7 @@ class DistributedDataset(StaysHere):
     def _numbered(self) -> Number:
         with self._placing:
             if self._number is None:
-                self._number = self._positions.send(self._pipeline)
+                self._number = self._progress.send(self._pipeline)
             return self._number
 
     def _placed(self) -> Position:
@@ -340,7 +340,7 @@ class DistributedDataset(StaysHere):
                 pipeline, nth = self._pipeline, next(self._named)
                 if nth > 1:
                     self._pipeline = pipeline = dataclasses.replace(pipeline, name=f"{pipeline.name}.{nth}")
-                self._position = self._positions.enter(self, self.name, pipeline.length, pipeline.kept)
+                self._position = self._progress.enter(self, self.name, pipeline.length, pipeline.kept)
             return self._position
 
     def took(self, seconds: float, waited: float, skipped: Sequence[worker_pb2.Skipped]) -> None:
@@ -350,14 +350,14 @@ class DistributedDataset(StaysHere):
             self._waited += waited
             self._skipped += sum(each.examples for each in skipped)
         for each in skipped:
-            logger.warning("skipped %d: %s", each.examples, each.why)
+            logger.warning("skipped %d examples: %s", each.examples, each.why)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset {self.name!r}>"
 
 
 def distribute(
-    positions: Positions,
+    progress: DatasetProgress,
     source: Any,
     *,
     reader: Callable[[Any], Any] | None,
@@ -375,6 +375,6 @@ def distribute(
         raise TypeError(f"{source!r} is one file: give a list of files")
     found = source_of(source) if reader is None else Files(source, reader)
     if not len(found):
-        raise ValueError("the source has no examples: an epoch of nothing would never end, or at once")
-    pipeline = Pipeline(found, positions.name() if name is None else name)
-    return DistributedDataset(positions, pipeline, itertools.count(1), on_error=on_error, retries=retries)
+        raise ValueError("the source has no examples: give one with at least one")
+    pipeline = Pipeline(found, progress.name() if name is None else name)
+    return DistributedDataset(progress, pipeline, itertools.count(1), on_error=on_error, retries=retries)

@@ -19,7 +19,7 @@ from pscluster.coordinator.scheduling import loop
 from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.coordinator.variables.evaluation_snapshot import prefix_of
-from pscluster.coordinator.variables.placement import Placer
+from pscluster.coordinator.variables.placement import ShardPlacer
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec, is_loopback, is_on_this_machine, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, PsClusterError
@@ -71,7 +71,7 @@ def describe_job(
         token = with_user_token(options, addresses).token
     knows_peers = token is not None or (tls is not None and tls.is_mutual)
     policy = _policy_of(resolver, spec, knows_peers, allow_pickle, options)
-    placer = Placer(spec.num_tasks("ps"), placement)
+    placer = ShardPlacer(spec.num_tasks("ps"), placement)
     options = options.with_credentials(token, tls)
     ps, workers = (
         [_peer(resolver, spec, job, index, options) for index in spec.task_indices(job)] for job in ("ps", "worker")
@@ -149,7 +149,7 @@ def _show(context: JobContext) -> None:
     except ConfigurationError:
         raise
     except PsClusterError as error:
-        logger.error("%s; the job goes on without the page", error)
+        logger.error("%s; continuing without the live page", error)
     else:
         logger.info("the live page is at %s", page.url)
 
@@ -171,7 +171,7 @@ async def _attach(context: JobContext, peers: Sequence[PeerAddress], must_hold: 
         context.losses.begin(tell_seen)
 
     servers = [
-        ServerAttachment(peer, request, declare_again, holding, context.observed)
+        ServerAttachment(peer, request, declare_again, holding, context.event_log)
         for peer, holding in zip(peers, must_hold, strict=True)
     ]
     try:
@@ -207,7 +207,7 @@ def _find_live(client: PsClient) -> LiveJob:
         if not prefix_of(spec.name):
             client.delete_variable(spec.name, spec.id, patient=True)
     names = [name for name in live.variables if not name.startswith(OURS)]
-    logger.info("going on with a job of %d variables: %s", len(names), ", ".join(names) or "none")
+    logger.info("resuming a job with %d variables: %s", len(names), ", ".join(names) or "none")
     return live
 
 

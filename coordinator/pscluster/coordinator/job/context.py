@@ -14,15 +14,15 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
-from pscluster.coordinator.data.positions import Positions
+from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.losses import Losses, count_losses
 from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
-from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.scheduling import loop
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
-from pscluster.coordinator.scheduling.server_link import ServerAttachment, out_of_reach
+from pscluster.coordinator.scheduling.server_link import ServerAttachment, unreachable
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec
@@ -83,7 +83,7 @@ class JobContext:
         coordinator: that ClusterCoordinator.
         positions: of distributed datasets, once there is a ClusterCoordinator.
         counts: figures of the job.
-        observed: what has happened, for whoever looks on.
+        event_log: what has happened, for whoever looks on.
         partly_applied: functions that have ended and left a part of their updates.
         losses: what parameter servers that came back have lost.
         closed: is the job over?
@@ -113,11 +113,11 @@ class JobContext:
         self.servers: list[ServerAttachment] = []
         self.dispatcher: Dispatcher | None = None
         self.coordinator: object = None
-        self.positions: Positions | None = None
+        self.dataset_progress: DatasetProgress | None = None
         self.counts = CoordinatorCounts()
-        self.observed = Observed()
+        self.event_log = EventLog()
         self.partly_applied = PartlyApplied()
-        self.losses = Losses(lambda: count_losses(client), self.observed)
+        self.losses = Losses(lambda: count_losses(client), self.event_log)
         self.closed = False
         self.half_restored = ""
         self.managers: weakref.WeakSet[Saver] = weakref.WeakSet()
@@ -151,13 +151,15 @@ class JobContext:
 
     # Tasks that are gone
 
-    def out_of_reach(self) -> dict[PeerAddress, float]:
+    def unreachable(self) -> dict[PeerAddress, float]:
         """The parameter servers that are, and for how many seconds."""
-        return out_of_reach(self.servers)
+        return unreachable(self.servers)
 
     def hopeless(self) -> str:
         """Why it makes no sense to wait for an end in order: the whole cluster is ending, as a rule. Empty: it does."""
-        late = [f"{server} is out of reach for {s:.0f} s" for server, s in self.out_of_reach().items() if s > HOPELESS]
+        late = [
+            f"{server} has been unreachable for {s:.0f} s" for server, s in self.unreachable().items() if s > HOPELESS
+        ]
         return ", ".join(late)
 
     def server_is_lost(self, error: PSUnavailableError) -> None:
@@ -176,14 +178,14 @@ class JobContext:
     def lost_updates(self) -> dict[str, int]:
         """Ask all who are there; see `ParameterServerStrategy.lost_updates`."""
         if self.dispatcher is not None and not self.closed:
-            away = self.out_of_reach()
+            away = self.unreachable()
             there = [server.peer.index for server in self.servers if server.peer not in away]
             loop.run(self.dispatcher.tell_seen(there))
         return count_losses(self.client)
 
     def wait_for_losses(self, left: float | None) -> None:
         """Until it is known, and said, what servers that came back have lost; `left` seconds at most, and not long."""
-        self.losses.wait(left, lambda: bool(self.out_of_reach()))
+        self.losses.wait(left, lambda: bool(self.unreachable()))
 
     # From its begin to its end
 
@@ -207,7 +209,7 @@ class JobContext:
             max_attempts=max_attempts,
             worker_lease=worker_lease,
             counts=self.counts,
-            observed=self.observed,
+            event_log=self.event_log,
             partly_applied=self.partly_applied,
         )
         with self._lock:
@@ -222,7 +224,7 @@ class JobContext:
         """A live page shows this job; it is closed when this is. MisuseError if the job is over."""
         with self._lock:
             if self.closed:
-                raise MisuseError("the job is over: there is nothing to show on a live page")
+                raise MisuseError("the job is over: a live page has nothing to show")
             self._pages.append(page)
 
     def close(self, reason: str) -> None:
@@ -235,11 +237,11 @@ class JobContext:
             self.closed = True
         if self.dispatcher is not None:
             self.dispatcher.tell_of_forgotten()
-        self.observed.tell("coordinator", "note", f"the job is over: {reason}")
+        self.event_log.record("coordinator", "note", f"the job is over: {reason}")
         for page in self._pages:
             page.close()
-        if self.positions is not None:
-            self.positions.close()
+        if self.dataset_progress is not None:
+            self.dataset_progress.close()
         dispatcher = self.dispatcher
         if dispatcher is None and self.servers:
             dispatcher = Dispatcher(

@@ -46,9 +46,9 @@ def continue_job(request: node_pb2.AttachRequest, found: Sequence[node_pb2.Hello
     if any(reply.holder for reply in found) and not request.take_over:
         return anything  # it will be refused
     if len(lineages) > 1 or 0 in lineages:
-        logger.warning("the servers do not hold one job together: a new one is begun, and what they hold is dropped")
+        logger.warning("the servers hold parts of different jobs; starting a new job and dropping what they hold")
     elif names != {request.job_name} or not request.job_name:
-        logger.info("the servers hold another job (%s), whose coordinator is gone: it is dropped", *names)
+        logger.info("dropping another job (%s) from the servers: its coordinator is gone", *names)
     else:
         request.lineage, request.epoch = lineages.pop(), max(reply.epoch for reply in found) + 1
         return [reply.holding for reply in found]
@@ -86,7 +86,7 @@ class LiveJob:
         if tuple(spec.shape) != shape or spec.dtype != dtype.name:
             raise MisuseError(
                 f"variable {name!r} is {dtype.name}{list(shape)} here, but {spec.dtype}{list(spec.shape)} in the job "
-                "that this goes on with: begin anew with ParameterServerStrategy(..., resume=False)"
+                "being resumed: start over with ParameterServerStrategy(..., resume=False)"
             )
         return self.variables.pop(name)
 
@@ -97,11 +97,14 @@ class LiveJob:
             return None
         if spec.rule != wanted.rule:
             raise MisuseError(
-                f"optimizer {wanted.name!r} is {wanted.rule} here, but {spec.rule} in the job that this goes on with: "
-                "begin anew with ParameterServerStrategy(..., resume=False)"
+                f"optimizer {wanted.name!r} is {wanted.rule} here, but {spec.rule} in the job being resumed: "
+                "start over with ParameterServerStrategy(..., resume=False)"
             )
         del self.optimizers[wanted.name]
         if (dict(spec.numbers), spec.schedule) != (dict(wanted.numbers), wanted.schedule):
-            logger.warning("optimizer %r keeps the hyperparameters that it has, not those given here", wanted.name)
+            logger.warning(
+                "optimizer %r keeps the hyperparameters it has in the resumed job; those given here are ignored",
+                wanted.name,
+            )
         spec.iterations = 0
         return spec

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
-from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.scheduling.waiting import Condition
 from pscluster.core.errors import PsClusterError
 from pscluster.ps.client.client import PsClient
@@ -43,9 +43,9 @@ def count_losses(client: PsClient) -> dict[str, int]:
 class Losses:
     """Of one job."""
 
-    def __init__(self, count: Callable[[], Mapping[str, int]], observed: Observed) -> None:
+    def __init__(self, count: Callable[[], Mapping[str, int]], event_log: EventLog) -> None:
         """`count`: asks the servers, by variable; may raise PsClusterError."""
-        self._count, self._observed = count, observed
+        self._count, self._event_log = count, event_log
         self._changed = Condition(Lock())
         self._counting = 0
         self._told: dict[str, int] = {}
@@ -64,7 +64,7 @@ class Losses:
             await tell_seen()
             await asyncio.get_running_loop().run_in_executor(self._thread, self._tell)
         except (PsClusterError, RuntimeError) as error:  # the latter: the job is over
-            logger.debug("it is not known what is lost: %s", error)
+            logger.debug("could not find out what was lost: %s", error)
         finally:
             with self._changed:
                 self._counting -= 1
@@ -79,8 +79,8 @@ class Losses:
             return
         listed = ", ".join(f"{count} of {name!r}" for name, count in news.items())
         text = f"acknowledged updates were lost with a parameter server's process, at least {listed}"
-        logger.warning("%s: see strategy.lost_updates(), and docs/guarantees.md for what loses none", text)
-        self._observed.tell("coordinator", "note", text)
+        logger.warning("%s: see strategy.lost_updates(); docs/guarantees.md says how to lose none", text)
+        self._event_log.record("coordinator", "note", text)
 
     def wait(self, left: float | None, away: Callable[[], bool]) -> None:
         """Until it is known what is lost, for a moment and for `left` seconds at most.

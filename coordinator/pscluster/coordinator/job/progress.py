@@ -43,11 +43,11 @@ class JobProgress:
         try:
             text = json.dumps(values, default=_plain, allow_nan=True).encode()
         except (TypeError, ValueError) as error:
-            raise MisuseError(f"progress is kept as JSON, which this is not: {error}") from None
+            raise MisuseError(f"progress must be representable as JSON: {error}") from None
         room = CAPACITY - _LENGTH_BYTES
         if len(text) > room:
             raise MisuseError(
-                f"progress of {len(text):,} bytes, but there is room for {room:,}: keep less, or a variable"
+                f"progress of {len(text):,} bytes, and at most {room:,} fit: save less, or use a variable"
             )
         data = np.zeros(CAPACITY, np.uint8)
         data[: _LENGTH_BYTES + len(text)] = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little") + text, np.uint8)
@@ -86,4 +86,4 @@ def decoded(data: bytes) -> dict[str, Any]:
 def _plain(value: object) -> object:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is nothing that JSON holds")
+    raise TypeError(f"{type(value).__name__} is not a JSON type")

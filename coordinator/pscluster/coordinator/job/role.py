@@ -50,7 +50,7 @@ def serve_role(context: JobContext) -> RoleServer | None:
     except SocketTakenError:
         if not options.share_port:
             raise
-        logger.info("another coordinator answers at %s: nobody can ask this one there", address)
+        logger.info("another coordinator answers at %s, so this one can't be asked for its status there", address)
         return None
     server.node.metrics_address = context.metrics_address
     return server

@@ -46,6 +46,6 @@ def check_restored(context: JobContext) -> None:
         why = f"{', '.join(behind)} came back with what was there before the last restore"
     if why:
         raise CheckpointError(
-            f"nothing is saved, since {why}: restore again, or go on with what there is by "
+            f"nothing is saved, because {why}: restore again, or keep the current values with "
             "Checkpoint(strategy).give_up_restore()"
         )

@@ -392,7 +392,7 @@ class LocalCluster(ClusterResolver, StaysHere):
                 try:
                     job.close("the local cluster was stopped")
                 except Exception:
-                    logger.exception("a job on the local cluster could not be ended in order")
+                    logger.exception("could not shut down a job on the local cluster cleanly")
             self._inbox.put(StopRequested())
             self._ended.wait()
         except BaseException:
@@ -516,7 +516,7 @@ class LocalCluster(ClusterResolver, StaysHere):
                 os.kill(process.pid, sig)
             if sig in _DEADLY and not self._changed.wait_for(lambda: self._processes.get(task) is not process, timeout):
                 who, name = f"{task_name(task)} (pid {process.pid})", signal.Signals(sig).name
-                raise WaitTimeoutError(f"{who} lives on {timeout:g} s after {name}")
+                raise WaitTimeoutError(f"{who} is still alive {timeout:g} s after {name}")
             return process.pid
 
     def restart(self, role: str, index: int, *, timeout: float = 60.0) -> int:
@@ -567,7 +567,7 @@ class LocalCluster(ClusterResolver, StaysHere):
             )
         if process is None or process.pid == old_pid:
             raise LocalClusterError(
-                state.failure or f"{task_name(task)} is not going to be restarted: it is {state.phase.value}"
+                state.failure or f"{task_name(task)} will not be restarted: it is {state.phase.value}"
             )
         return process.pid
 
@@ -657,7 +657,7 @@ class LocalCluster(ClusterResolver, StaysHere):
                     event = Tick()
                 self._handle(event)
         except BaseException as error:
-            logger.exception("the monitor of the local cluster failed; its processes are killed")
+            logger.exception("the monitor of the local cluster failed; killing its processes")
             self._crash = error
             if self._on_failure is not None:
                 self._on_failure(LocalClusterError(f"the monitor of the local cluster failed: {error!r}"))

@@ -371,7 +371,9 @@ class Supervisor:
                 text = f"{who} was stopped from outside, in order; it is not restarted"
                 actions.append(Log(logging.WARNING, text, task.key))
         elif code == CONFIGURATION_EXIT_CODE:
-            self._give_up(task, f"{text}: its configuration is wrong, as it says above; it is not restarted", actions)
+            self._give_up(
+                task, f"{text}: its configuration is wrong (see its message above); it is not restarted", actions
+            )
         else:
             self._died(task, text, now, jitter, actions)
 

@@ -54,10 +54,10 @@ class OwnFolder:
             _sweep(Path(place or tempfile.gettempdir()))
         try:
             if not any(self._make() for _ in range(_TRIES)):
-                raise OSError(f"{self.path} was removed by somebody")
+                raise OSError(f"{self.path} was removed by another process")
         except OSError as error:
             raise ConfigurationError(
-                f"no temporary folder can be made for the cluster's files: {error}; mend that, or have TMPDIR name a "
+                f"no temporary folder can be made for the cluster's files: {error}; fix that, or set TMPDIR to a "
                 "directory where it is possible"
             ) from None
         self.state, self.tls = self.path / "state", self.path / "tls"
@@ -95,7 +95,7 @@ def folder_for_sockets() -> OwnFolder:
             failed.append(str(error).partition(";")[0])
     raise ConfigurationError(
         f"no folder can be made for the cluster's sockets, where no other user could replace it: {'; '.join(failed)}; "
-        'mend that, or give transport="tcp"'
+        'fix that, or give transport="tcp"'
     )
 
 

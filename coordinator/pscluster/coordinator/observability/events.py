@@ -73,8 +73,8 @@ class Saved:
     nbytes: int
 
 
-class Observed:
-    """Of one job. Any thread may tell; nothing here waits."""
+class EventLog:
+    """Record what happens in one job. Any thread may call it; nothing here waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,8 +94,8 @@ class Observed:
         self.since = time.monotonic()
         """The same, of the clock that never jumps."""
 
-    def tell(self, who: str, kind: str, text: str, detail: str = "") -> None:
-        """Something happened; see `Event`."""
+    def record(self, who: str, kind: str, text: str, detail: str = "") -> None:
+        """Record that something happened; see `Event`."""
         with self._lock:
             if kind == "down" and who in self._exits:  # the launcher was first: this is the same death
                 return
@@ -132,14 +132,14 @@ class Observed:
         with self._lock:
             self._saved.append(checkpoint)
             self._unsaved.pop(os.path.dirname(checkpoint.path), None)
-        self.tell("coordinator", "saved", f"saved {checkpoint.path}")
+        self.record("coordinator", "saved", f"saved {checkpoint.path}")
 
     def not_saved(self, path: str, why: str) -> None:
         """A checkpoint was not written. That stands until one is, in the same folder."""
         text = f"the checkpoint {path} was not written: {why}"
         with self._lock:
             self._unsaved[os.path.dirname(path)] = text
-        self.tell("coordinator", "error", text)
+        self.record("coordinator", "error", text)
 
     def trained(self, training: Training, *, steps: int = 0, examples: int = 0) -> None:
         """Record how far a loop is. Its first number is taken for the loss, unless one has that name.

@@ -111,7 +111,7 @@ class ProgressLine:
         shown = {**({} if loss is None else {"loss": loss}), **(logs or {})}
         if self._tells:
             training = Training(self._label.strip(), self._done, self._total, self._unit, shown)
-            self._coordinator.context.observed.trained(training, steps=steps, examples=examples)
+            self._coordinator.context.event_log.trained(training, steps=steps, examples=examples)
         now = time.monotonic()
         if now - self._said < (PLAIN_SECONDS if self._live is None else LIVE_SECONDS) and self._done != self._total:
             return

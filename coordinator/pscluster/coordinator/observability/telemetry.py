@@ -1,4 +1,4 @@
-"""The figures of a coordinator."""
+"""The metrics of a coordinator."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ import weakref
 from typing import ClassVar
 
 from pscluster.coordinator.job.context import JobContext
-from pscluster.core.metrics.registry import Figure, Snapshot, Telemetry
+from pscluster.core.metrics.registry import Metric, Snapshot, Telemetry
 from pscluster.worker.telemetry import OF_CLIENTS
 
 _OF_DISPATCH = (
-    Figure("queue_functions", "gauge", "functions that no worker has"),
-    Figure("queue_age_seconds", "gauge", "since the next of them was scheduled"),
-    Figure("functions_scheduled_total", "counter", "functions scheduled"),
-    Figure("functions_running", "gauge", "functions that workers have, those that wait there included"),
-    Figure("functions_done_total", "counter", "functions that have a result"),
-    Figure("functions_failed_total", "counter", "functions that have an error"),
-    Figure("functions_cancelled_total", "counter", "functions cancelled"),
-    Figure("worker_up", "gauge", "1 where the worker takes functions, else 0", ("worker",)),
-    Figure("worker_functions", "gauge", "functions that the worker has", ("worker",)),
-    Figure("worker_function_seconds", "gauge", "that a function takes there, smoothed", ("worker",)),
-    Figure("worker_outcomes_total", "counter", "functions that came back, also unbegun", ("worker",)),
-    Figure("worker_reconnects_total", "counter", "how often the worker was attached anew", ("worker",)),
-    Figure("server_up", "gauge", "1 where the server is in reach, else 0", ("server",)),
-    Figure("server_returns_total", "counter", "how often the server came back", ("server",)),
+    Metric("queue_functions", "gauge", "functions that no worker has"),
+    Metric("queue_age_seconds", "gauge", "since the next of them was scheduled"),
+    Metric("functions_scheduled_total", "counter", "functions scheduled"),
+    Metric("functions_running", "gauge", "functions that workers have, those that wait there included"),
+    Metric("functions_done_total", "counter", "functions that have a result"),
+    Metric("functions_failed_total", "counter", "functions that have an error"),
+    Metric("functions_cancelled_total", "counter", "functions cancelled"),
+    Metric("worker_up", "gauge", "1 where the worker takes functions, else 0", ("worker",)),
+    Metric("worker_functions", "gauge", "functions that the worker has", ("worker",)),
+    Metric("worker_function_seconds", "gauge", "that a function takes there, smoothed", ("worker",)),
+    Metric("worker_outcomes_total", "counter", "functions that came back, also unbegun", ("worker",)),
+    Metric("worker_reconnects_total", "counter", "how often the worker was attached anew", ("worker",)),
+    Metric("server_up", "gauge", "1 where the server is in reach, else 0", ("server",)),
+    Metric("server_returns_total", "counter", "how often the server came back", ("server",)),
 )
 
 
 class CoordinatorTelemetry(Telemetry):
-    """See `figures`."""
+    """See `metrics`."""
 
     role: ClassVar[str] = "coordinator"
-    figures = (
+    metrics = (
         *_OF_DISPATCH,
-        Figure("functions_retried_total", "counter", "functions run again", ("why",)),
-        Figure("dispatch_seconds", "histogram", "from a function's schedule to its sending"),
-        Figure("lock_waits_total", "counter", "messages of workers that waited for the queue's lock"),
-        Figure("lock_wait_seconds_total", "counter", "how long they did"),
-        Figure("checkpoint_seconds", "histogram", "to write a checkpoint"),
-        Figure("checkpoint_pause_seconds", "histogram", "without functions for a checkpoint"),
-        Figure("checkpoints_failed_total", "counter", "checkpoints that were not written"),
-        Figure("checkpoint_bytes", "gauge", "of the last one"),
-        Figure("checkpoint_timestamp_seconds", "gauge", "when that was written, since 1970; 0: there is none"),
+        Metric("functions_retried_total", "counter", "functions run again", ("why",)),
+        Metric("dispatch_seconds", "histogram", "from a function's schedule to its sending"),
+        Metric("lock_waits_total", "counter", "messages of workers that waited for the queue's lock"),
+        Metric("lock_wait_seconds_total", "counter", "how long they did"),
+        Metric("checkpoint_seconds", "histogram", "to write a checkpoint"),
+        Metric("checkpoint_pause_seconds", "histogram", "without functions for a checkpoint"),
+        Metric("checkpoints_failed_total", "counter", "checkpoints that were not written"),
+        Metric("checkpoint_bytes", "gauge", "of the last one"),
+        Metric("checkpoint_timestamp_seconds", "gauge", "when that was written, since 1970; 0: there is none"),
         *OF_CLIENTS,
     )
 
     def __init__(self, context: JobContext) -> None:
         super().__init__()
         self._context = weakref.ref(context)
-        self._nothing: Snapshot = {figure.name: {} if figure.labels else 0 for figure in _OF_DISPATCH}
+        self._nothing: Snapshot = {metric.name: {} if metric.labels else 0 for metric in _OF_DISPATCH}
 
     def not_ready(self) -> str:
         """Tasks that are missing, by name."""
@@ -60,12 +60,12 @@ class CoordinatorTelemetry(Telemetry):
         return f"it waits for {', '.join(missing)}" if missing else ""
 
     def own(self) -> Snapshot:
-        """Return the job's figures, those of its dispatcher and of its client."""
+        """Return the job's metrics, those of its dispatcher and of its client."""
         context = self._context()
         assert context is not None  # who asks holds it, or is closed with it
-        counts, dispatcher, checkpoints = context.counts, context.dispatcher, context.observed.checkpoints
+        counts, dispatcher, checkpoints = context.counts, context.dispatcher, context.event_log.checkpoints
         return {
-            **(self._nothing if dispatcher is None else dispatcher.figures()),
+            **(self._nothing if dispatcher is None else dispatcher.metrics()),
             "functions_retried_total": {"worker lost": counts.retried_lost, "failed": counts.retried_failed},
             "dispatch_seconds": counts.dispatches.plain(),
             "lock_waits_total": counts.lock_waits,

@@ -84,7 +84,7 @@ class CapturedFunctions:
         self._made[place] += 1
         if self._made[place] == MANY_MADE:
             logger.warning(
-                "%s was made anew for %d calls of schedule: each costs some 0.3 ms, ten times as much as the same "
+                "%s was created again for %d calls of schedule: each costs about 0.3 ms, ten times as much as the same "
                 "function again. Make it once, before the loop, and pass what changes from call to call as an argument",
                 place,
                 MANY_MADE,
@@ -96,11 +96,13 @@ def _goes_on(known: _Known) -> bool:
     function, captures = known
     changes = captures.changes()
     if changes.code:
-        logger.info("%s is a new function: its code, or that of what it calls, is not what it was", function.name)
+        logger.info(
+            "%s is captured as a new function: its code, or the code of what it calls, has changed", function.name
+        )
         return False
     for name in changes.values:
         logger.warning(
-            "%s goes on with the %s that it was captured with, though another value has that name now: pass it as "
+            "%s keeps using the %s that it was captured with, although that name has another value now: pass it as "
             "an argument, or define %s again to have it captured anew",
             function.name,
             name,

@@ -132,10 +132,10 @@ class ClusterCoordinator(FunctionQueue):
             steps_per_execution: steps that one function takes; "auto": so many that handing it out takes less than 2 %
                 of their time, by measurement (or as `data.parts` says). What is computed does not depend on it, but for
                 how steps of several workers overlap.
-            validation_data: evaluated behind epochs, as by `evaluate`, into logs named "val_...".
+            validation_data: evaluated after epochs, as by `evaluate`, into logs named "val_...".
             validation_step: see `evaluate`.
             validation_metrics: see `evaluate`.
-            validation_freq: behind every so many epochs.
+            validation_freq: how many epochs lie between two evaluations.
             callbacks: called on the way: see `pscluster.coordinator.callbacks`.
             verbose: 0: show nothing; 1 or "auto": progress, live in a terminal or notebook, and a line for each epoch;
                 2: only that line.
@@ -169,7 +169,7 @@ class ClusterCoordinator(FunctionQueue):
             verbose=1 if verbose == "auto" else int(verbose),
         )
         if not self._training.acquire(blocking=False):
-            raise MisuseError("a training of this coordinator goes on: wait for its end, or train in one thread")
+            raise MisuseError("this coordinator is already training: wait until fit() returns, or train in one thread")
         try:
             return training.run()
         finally:

@@ -72,7 +72,7 @@ class TlsDiagnosis:
         """Log what it is, once: it is waited for that somebody mends it. Not looked for at each attempt."""
         if isinstance(failure, _TO_BE_MENDED) and str(failure) != self._refusal:
             self._refusal = str(failure)
-            logger.error("%s refuses this coordinator until that is mended: %s", self._peer, failure)
+            logger.error("%s refuses this coordinator until this is fixed: %s", self._peer, failure)
         if self._peer.tls is None or not isinstance(failure, UnavailableError) or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_SECONDS

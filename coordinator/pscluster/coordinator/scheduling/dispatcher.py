@@ -12,7 +12,7 @@ to the loop.
     definitions_cache  what each worker has                    outcomes           what workers tell of functions
     settlement         values and errors for who waits         recalls            taking back, and stealing
     overtime           what runs too long, or on               server_watch       servers: lost, and what they forget
-    waits, barriers    join, done; blocks where nothing runs   queue_stats        how all is, in figures and words
+    waits, barriers    join, done; blocks where nothing runs   queue_stats        how all is, in metrics and words
 
 Order that others rely on: a result's large arrays are fetched before the task counts as finished; a lost
 worker's incarnation is closed on every server before its tasks go back to the queue; the ids of ended
@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.scheduling.barriers import Barriers
 from pscluster.coordinator.scheduling.call import (
@@ -84,7 +84,7 @@ class Dispatcher:
         max_attempts: int,
         worker_lease: float = math.inf,
         counts: CoordinatorCounts | None = None,
-        observed: Observed | None = None,
+        event_log: EventLog | None = None,
         partly_applied: PartlyApplied | None = None,
     ) -> None:
         state = self._state = DispatchState(
@@ -96,7 +96,7 @@ class Dispatcher:
             max_attempts=max_attempts,
             worker_lease=worker_lease,
             counts=counts,
-            observed=observed,
+            event_log=event_log,
             partly_applied=partly_applied,
         )
         self._lock, self._changed, self._scheduler = state.lock, state.changed, state.scheduler
@@ -124,7 +124,7 @@ class Dispatcher:
         self.forget, self.forget_ended = server_watch.forget, server_watch.forget_ended
         self.forgotten = server_watch.forgotten
         self.server_is_lost, self.tell_seen = server_watch.is_lost, server_watch.tell_seen
-        self.stats, self.figures, self.counts = status.stats, status.figures, status.counts
+        self.stats, self.metrics, self.counts = status.stats, status.metrics, status.counts
         self.describe, self.explain, self.pending = status.describe, status.explain, status.pending
         self.missing, self.stranded = status.missing, status.stranded
         self.tell_of_forgotten = status.tell_of_forgotten
@@ -174,12 +174,12 @@ class Dispatcher:
                 if self._no_workers is not None:
                     raise self._no_workers.with_traceback(None)
                 if self._state.closed:
-                    raise CancelledError("the strategy is closed: no function can be scheduled any more")
+                    raise CancelledError("the strategy is closed: no more functions can be scheduled")
                 if self._scheduler.may_add(threading.get_ident()):
                     break
                 if not self._changed.wait(None if deadline is None else deadline - time.monotonic()):
                     raise WaitTimeoutError(
-                        f"the time is over before all was scheduled: {self._status.describe_locked()}"
+                        f"timed out before everything was scheduled: {self._status.describe_locked()}"
                     )
             pending = [value for value in blockers if value.status is RemoteValueStatus.NOT_READY]
             for value in blockers:
@@ -187,7 +187,8 @@ class Dispatcher:
                     raise CancelledError(f"an argument has no value: {value!r}") from value._error
             if self._scheduler.is_scheduled(call.key):
                 raise MisuseError(
-                    f"a function with the key {key!r} is scheduled and has not ended: a key names one piece of work"
+                    f"a function with the key {key!r} is already scheduled and has not ended: "
+                    "use one key per piece of work"
                 )
             task = Task(
                 call,

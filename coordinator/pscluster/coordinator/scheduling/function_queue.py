@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
+from pscluster.coordinator.data.dataset_progress import DatasetProgress, Number
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
-from pscluster.coordinator.data.positions import Number, Positions
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.observability import timeline
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
@@ -26,7 +26,7 @@ from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.scheduler import Task
 from pscluster.coordinator.strategy import ParameterServerStrategy
-from pscluster.coordinator.variables.evaluation_snapshot import Pins
+from pscluster.coordinator.variables.evaluation_snapshot import EvaluationSnapshot
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
@@ -64,7 +64,7 @@ class FunctionQueue(StaysHere):
     _resources: itertools.count[int]
     _per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset]
     _resolve_handle: HandleResolver  # the same object for all values
-    _remains: deque[Pins]  # of evaluations that are over, on servers that could not be reached then
+    _remains: deque[EvaluationSnapshot]  # of evaluations that are over, on servers that could not be reached then
 
     def _begin(self, strategy: ParameterServerStrategy, dispatcher: Dispatcher) -> None:
         """Hand out functions by this dispatcher."""
@@ -76,7 +76,7 @@ class FunctionQueue(StaysHere):
         self._per_worker = weakref.WeakValueDictionary()
         self._remains = deque()
         self._resolve_handle = self._handle_of
-        strategy.context.positions = Positions(strategy.context.variables, dispatcher, self._send_pipeline)
+        strategy.context.dataset_progress = DatasetProgress(strategy.context.variables, dispatcher, self._send_pipeline)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.strategy!r}>"
@@ -258,7 +258,7 @@ class FunctionQueue(StaysHere):
         return self._dispatcher.pending()
 
     def explain(self) -> str:
-        """What is waited for, by whom and since when, in a few lines: for a job that seems to hang.
+        """Explain in a few lines what waits for what and since when, for a job that seems to hang.
 
         The log says it by itself when nothing has come back for a minute.
         """
@@ -271,7 +271,7 @@ class FunctionQueue(StaysHere):
 
     @property
     def telemetry(self) -> CoordinatorTelemetry:
-        """Figures of the job, for whoever looks on: `telemetry.snapshot()`."""
+        """Return figures of the job, for monitoring: `telemetry.snapshot()`."""
         return self.strategy.telemetry
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
@@ -318,12 +318,13 @@ class FunctionQueue(StaysHere):
         if not callable(dataset_fn):
             if not isinstance(dataset_fn, Iterable):
                 raise ValueError(
-                    f"create_per_worker_dataset takes a function or something to iterate over, not a "
-                    f"{type(dataset_fn).__name__}"
+                    f"create_per_worker_dataset takes a function or an iterable, not a {type(dataset_fn).__name__}"
                 )
             elements = dataset_fn
             if isinstance(elements, Iterator):
-                raise ValueError("an iterator can be gone through once only: give a list, or a function that makes one")
+                raise ValueError(
+                    "an iterator can be iterated over only once: give a list, or a function that makes one"
+                )
             function = self._functions.anew(partial_of("elements", given, elements), holds_data=True)
         else:
             function = self._functions.get(dataset_fn)
@@ -364,9 +365,9 @@ class FunctionQueue(StaysHere):
             TypeError: there is no way to read the source.
             ValueError: it has no examples, or an argument is out of its range.
         """
-        positions = self.context.positions
-        assert positions is not None  # made with the coordinator
-        return distribute(positions, source, reader=reader, name=name, on_error=on_error, retries=retries)
+        progress = self.context.dataset_progress
+        assert progress is not None  # made with the coordinator
+        return distribute(progress, source, reader=reader, name=name, on_error=on_error, retries=retries)
 
     def evaluate(
         self,
@@ -421,7 +422,7 @@ class FunctionQueue(StaysHere):
             raise TypeError(f"evaluate takes a step function, not a {type(step).__name__}")
         if not isinstance(dataset, DistributedDataset):
             raise TypeError(
-                f"evaluate takes a dataset of which each example counts once, not a {type(dataset).__name__}: give "
+                f"evaluate takes a distributed dataset, not a {type(dataset).__name__}: give "
                 "coordinator.distribute_dataset(...).batch(64)"
             )
 
@@ -465,15 +466,15 @@ class FunctionQueue(StaysHere):
         for _ in range(len(self._remains)):
             with contextlib.suppress(IndexError):  # another evaluation has taken it
                 self._drop(self._remains.popleft())
-        pins = Pins(self.context)
-        inner = captured.renamed(pins.rename)
+        snapshot = EvaluationSnapshot(self.context)
+        inner = captured.renamed(snapshot.rename)
         evaluate_shard = partial_of(captured.name, states_of, FunctionHandle(inner), metrics)
-        function = self._functions.anew(evaluate_shard).renamed(pins.rename)
+        function = self._functions.anew(evaluate_shard).renamed(snapshot.rename)
         tasks: list[Task[Call]] = []
         found: list[RemoteValue] = []
         try:
             self._dispatcher.atomically(lambda: self._dispatcher.check_no_error(function.name))
-            pins.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
+            snapshot.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
             for part in dataset.shards(shards):
                 result = RemoteValue(function.name, self._resolve_handle, self)
                 call = Call(function, weakref.ref(result), isolated=True)
@@ -483,9 +484,9 @@ class FunctionQueue(StaysHere):
             self._dispatcher.wait_for(found, left(), timeout)
             return [value.fetch() for value in found]
         except UnknownVariableError as error:
-            if pins.are_lost():
+            if snapshot.are_lost():
                 raise UnavailableError(
-                    "a parameter server came back without the copies that were evaluated: evaluate again"
+                    "a parameter server was restarted without the evaluation snapshot: evaluate again"
                 ) from error
             raise
         finally:  # wherever Ctrl-C struck
@@ -493,16 +494,16 @@ class FunctionQueue(StaysHere):
             self._dispatcher.release_function(function)
             if inner is not captured:
                 self._dispatcher.release_function(inner)
-            self._drop(pins)
+            self._drop(snapshot)
 
-    def _drop(self, pins: Pins) -> None:
+    def _drop(self, snapshot: EvaluationSnapshot) -> None:
         """Now, or where a server can't be reached with the next evaluation."""
-        if not pins.drop():
-            self._remains.append(pins)
+        if not snapshot.drop():
+            self._remains.append(snapshot)
 
     @property
     def workers_up(self) -> int:
-        """How many workers take functions now."""
+        """Return how many workers take functions now."""
         return self._dispatcher.workers_up
 
     def describe(self) -> str:
@@ -544,7 +545,7 @@ class FunctionQueue(StaysHere):
             return self.strategy.resolve_handle(kind, key)
         found = self._per_worker.get(key)
         if found is None or found.handle_kind != kind:
-            raise MisuseError(f"a function returned a per-worker {kind} that nobody here has any more")
+            raise MisuseError(f"a function returned a per-worker {kind} that this coordinator no longer has")
         return found
 
     def captured(self, fn: Callable[..., Any]) -> FunctionHandle:
@@ -565,7 +566,7 @@ def _check_seconds(name: str, value: object) -> None:
 
 def _check_no_part(function: CapturedFunction) -> None:
     if any(isinstance(handle, DataPart) for handle in function.handles):
-        raise MisuseError(f"{function.name} has captured a part of a dataset: pass it as an argument")
+        raise MisuseError(f"{function.name} captures a part of a dataset: pass it as an argument")
 
 
 def _number_of(key: str) -> int:

@@ -1,4 +1,4 @@
-"""How the queue and the workers are at a moment: as figures, and in words."""
+"""How the queue and the workers are at a moment: as metrics, and in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pscluster.coordinator.scheduling.server_link import out_of_reach
+from pscluster.coordinator.scheduling.server_link import unreachable
 from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.core.errors import FunctionError
 from pscluster.core.metrics.registry import Snapshot
@@ -81,7 +81,7 @@ class QueueStatus:
         with self._state.lock:
             return self._scheduler.waiting, self._scheduler.in_flight
 
-    def figures(self) -> Snapshot:
+    def metrics(self) -> Snapshot:
         """The queue's, the workers' and the servers'; see `CoordinatorTelemetry`."""
         stats = self.stats()
         workers = {str(worker.peer.index): worker for worker in stats.workers}
@@ -105,7 +105,7 @@ class QueueStatus:
     def missing(self) -> list[str]:
         """Tasks that are not there."""
         workers = [str(handle.peer) for handle in self._state.workers if not handle.up]
-        return [*map(str, out_of_reach(self._state.servers)), *workers]
+        return [*map(str, unreachable(self._state.servers)), *workers]
 
     def stats(self) -> QueueStats:
         """How all is now. Takes a moment for each worker, whatever is queued."""
@@ -153,23 +153,23 @@ class QueueStatus:
             for index, handle in enumerate(self._state.workers):
                 tasks = list(self._scheduler.workers[index].sent.values())
                 if tasks:
-                    others = f", {len(tasks) - 1} more behind it" if len(tasks) > 1 else ""
+                    others = f", {len(tasks) - 1} more after it" if len(tasks) > 1 else ""
                     name = tasks[0].payload.function.name
-                    lines.append(f"{handle.peer}: {name}{others}; nothing came or went for {now - handle.heard:.0f} s")
+                    lines.append(f"{handle.peer}: {name}{others}; no message for {now - handle.heard:.0f} s")
                 for task in self._scheduler.workers[index].strays.values():
                     name = task.payload.function.name
                     lines.append(
-                        f"{handle.peer}: {name} has ended, and still runs there: until it stops nothing else does"
+                        f"{handle.peer}: {name} has ended but is still running there; nothing else runs until it stops"
                     )
                 if not tasks and not handle.up:
                     lines.append(f"{handle.peer}: not there: {handle.why}")
             if self._scheduler.barriers:
-                what = "a checkpoint, or copies of variables, are made: meanwhile no function begins"
+                what = "a checkpoint or evaluation snapshot is being made: no function starts until it is done"
                 unended = self.unended()
                 lines.append(f"{what}; {unended}" if unended else what)
         lines += [
             f"{peer}: unreachable for {seconds:.0f} s: reads and updates there wait for it"
-            for peer, seconds in out_of_reach(self._state.servers).items()
+            for peer, seconds in unreachable(self._state.servers).items()
         ]
         return "\n".join(lines)
 
@@ -180,20 +180,20 @@ class QueueStatus:
             waiting, running, cancelled = scheduler.waiting, scheduler.in_flight, self._state.cancelled_by_error
             told = error is None or self._state.final_told or (isinstance(error, FunctionError) and error._fetched)
             after = (
-                f", {cancelled} were cancelled by the error of another one" if error is not None and cancelled else ""
+                f", {cancelled} were cancelled after the error of another one"
+                if error is not None and cancelled
+                else ""
             )
         if waiting or running or after:
             logger.warning(
-                "the job ended before all of its functions had: %d were waiting, %d were running%s; coordinator.join() "
-                "waits for them and raises their errors",
+                "the job ended before all of its functions finished: %d were waiting, %d were running%s; "
+                "coordinator.join() waits for them and raises their errors",
                 waiting,
                 running,
                 after,
             )
         if not told:
-            logger.error(
-                "the job ended with an error that nobody was told of (coordinator.join() raises it): %s", error
-            )
+            logger.error("the job ended with an error that was never raised (coordinator.join() raises it): %s", error)
 
     def describe(self) -> str:
         """A line for people: what waits, what runs, which workers are missing."""
@@ -214,8 +214,8 @@ class QueueStatus:
         if self._scheduler.final or not self._scheduler.in_flight:
             return f"the next call raises: {head}"
         return (
-            f"an error waits to be raised until all that runs has stopped ({self.unended()}): {head}; "
-            "RemoteValue.cancel() or coordinator.cancel() ends what does not stop"
+            f"an error will be raised once all running functions have stopped ({self.unended()}): {head}; "
+            "RemoteValue.cancel() or coordinator.cancel() ends those that do not stop"
         )
 
     def running(self) -> str:
@@ -233,9 +233,9 @@ class QueueStatus:
         found = [f"{task.payload.function.name}, begun on {self._state.workers[task.begun_on].peer}" for task in begun]
         told = [f"functions still run: {running}"] if (running := self.running()) else []
         if self._scheduler.is_shutting_out:
-            told.append("parameter servers are told to refuse what functions that were ended still update")
+            told.append("parameter servers are being told to refuse further updates of functions that were ended")
         if found:
-            told.append(f"functions that were cut short wait to be run again: {_listed(found)} ({self.who_is_up()})")
+            told.append(f"interrupted functions wait to be run again: {_listed(found)} ({self.who_is_up()})")
         return "; ".join(told)
 
     def who_is_up(self) -> str:
@@ -249,7 +249,7 @@ class QueueStatus:
     def describe_locked(self) -> str:
         """Return what `describe` does. Under the lock."""
         if self._state.closed:
-            return "the job is over: nothing waits, and nothing runs"
+            return "the job is over: nothing is waiting or running"
         workers = self.who_is_up()
         waiting = self._scheduler.waiting
         noun = "function" if waiting == 1 else "functions"

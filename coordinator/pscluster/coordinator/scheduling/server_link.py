@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import tenacity
 
-from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.scheduling.connections import (
     CALL_SECONDS,
     LOST_CONNECTION,
@@ -63,14 +63,14 @@ class ServerAttachment:
         attach: node_pb2.AttachRequest,
         declare_again: Callable[[int, Sequence[int]], Awaitable[None]],
         holding: int = 0,
-        observed: Observed | None = None,
+        event_log: EventLog | None = None,
     ) -> None:
         """Nothing is dialled yet.
 
         Args:
             declare_again: sends a server, by its index, the rules of these optimizers, which it keeps nowhere.
             holding: the number of what it has to hold as it is taken; 0: it may hold anything.
-            observed: is told when it goes and when it is back.
+            event_log: is told when it goes and when it is back.
         """
         self.peer = peer
         self._request = attach
@@ -91,7 +91,7 @@ class ServerAttachment:
         self.restored = ""  # what it said of that when it was taken
         self.holding = holding  # the number of what it holds for this job
         self.term = 0  # of what it holds: see UpdateRequest
-        self._observed = observed or Observed()
+        self._event_log = event_log or EventLog()
 
     async def attach(self) -> None:
         """Take the server for this job. BusyError while another coordinator holds it."""
@@ -112,7 +112,7 @@ class ServerAttachment:
             await self._diagnosis.diagnose(failure)
             raise self._why(failure) from None
         if event is grpc.aio.EOF:
-            raise UnavailableError(f"{self.peer} ended the attachment")
+            raise UnavailableError(f"{self.peer} ended the connection to this coordinator")
         if event.missing_rules:
             await self._declare_again(self.peer.index, event.missing_rules)
         self._attached, self.holding, self.restored, self.term = call, event.incarnation, event.restored, event.term
@@ -169,7 +169,7 @@ class ServerAttachment:
             if not self.over:
                 timeout = self._request.ps_timeout
                 logger.warning("%s is unreachable; retrying for up to %g s", self.peer, timeout)
-                self._observed.tell(self.peer.task, "down", f"is unreachable; retrying for up to {timeout:g} s")
+                self._event_log.record(self.peer.task, "down", f"is unreachable; retrying for up to {timeout:g} s")
             try:
                 # Busy: the end of the old connection has not been noticed there yet.
                 async for attempt in self._retrying(BusyError):
@@ -186,10 +186,10 @@ class ServerAttachment:
             self.returns += 1
             if self.restored:
                 logger.warning("%s is back after %.1f s, with %s", self.peer, took, self.restored)
-                self._observed.tell(self.peer.task, "up", f"is back after {took:.1f} s, with {self.restored}")
+                self._event_log.record(self.peer.task, "up", f"is back after {took:.1f} s, with {self.restored}")
             else:
-                logger.info("%s is in reach again after %.1f s", self.peer, took)
-                self._observed.tell(self.peer.task, "up", f"is in reach again after {took:.1f} s")
+                logger.info("%s is reachable again after %.1f s", self.peer, took)
+                self._event_log.record(self.peer.task, "up", f"is reachable again after {took:.1f} s")
 
     async def check(self) -> PSUnavailableError | None:
         """Why the server is lost, of which somebody else has said so; None if it answers, and holds what it held.
@@ -227,7 +227,7 @@ class ServerAttachment:
         name = one_line(worker.name) or f"worker {worker.index}"
         text = not_listed(worker.index, "this coordinator", self._request.workers)
         logger.warning("%s is up, but %s", name, text)
-        self._observed.tell(f"worker {worker.index}", "note", text)
+        self._event_log.record(f"worker {worker.index}", "note", text)
 
     async def close_incarnation(self, incarnation: int) -> None:
         """Nothing of it is applied on this server afterwards. PSUnavailableError if the server is lost."""
@@ -291,7 +291,7 @@ class ServerAttachment:
         )
 
 
-def out_of_reach(servers: Iterable[ServerAttachment]) -> dict[PeerAddress, float]:
+def unreachable(servers: Iterable[ServerAttachment]) -> dict[PeerAddress, float]:
     """Those that are, and for how many seconds."""
     now = time.monotonic()
     return {server.peer: now - since for server in servers if (since := server.gone_since)}

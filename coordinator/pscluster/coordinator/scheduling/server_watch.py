@@ -129,7 +129,9 @@ class ServerWatch:
         with self._state.lock:
             early = [name for key, name in keys.items() if self._scheduler.is_scheduled(key)]
             if early:
-                raise MisuseError(f"functions with the keys {early[:5]} have not ended: join first, then forget them")
+                raise MisuseError(
+                    f"functions with the keys {early[:5]} have not ended: call join() before forget_keys()"
+                )
             self._scheduler.forget(keys)
 
     def forget_ended(self, keys: Iterable[int]) -> set[int]:

@@ -65,7 +65,7 @@ class Settlement:
         self._state.counts.retried_failed += 1
         logger.warning("%s %s on %s; retrying (%d of %d)", name, what, peer, task.failures, retries)
         text = f"{name} {what}; retrying ({task.failures} of {retries})"
-        self._state.observed.tell(peer.task, "retry", text, failure.traceback if failure is not None else "")
+        self._state.event_log.record(peer.task, "retry", text, failure.traceback if failure is not None else "")
 
     def fail_with(self, index: int, task: Task[Call], error: FunctionError) -> None:
         """Let a task that a worker has fail with this. Under the lock."""
@@ -107,7 +107,7 @@ class Settlement:
     def say(self, index: int, error: FunctionError) -> None:
         """To who looks on: a function failed, for good."""
         head = error.summary.partition("\n\n")[0]
-        self._state.observed.tell(self._state.workers[index].peer.task, "error", head, error.remote_traceback)
+        self._state.event_log.record(self._state.workers[index].peer.task, "error", head, error.remote_traceback)
 
     def abort(self, error: Exception, *, final: bool) -> None:
         """Cancel everything with this error. On the loop's thread."""
@@ -121,5 +121,5 @@ class Settlement:
             recalls = self._recalls.of_all()
             self._state.changed.notify_all()
         if news:
-            self._state.observed.tell("coordinator", "error", str(error))
+            self._state.event_log.record("coordinator", "error", str(error))
         return recalls

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pscluster.coordinator.observability.events import Observed
+from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.scheduling.call import (
     Call,
@@ -64,7 +64,7 @@ class DispatchState:
         max_attempts: int,
         worker_lease: float,
         counts: CoordinatorCounts | None,
-        observed: Observed | None,
+        event_log: EventLog | None,
         partly_applied: PartlyApplied | None,
     ) -> None:
         self.loop = loop
@@ -74,7 +74,7 @@ class DispatchState:
         self.max_attempts = max_attempts
         self.worker_lease = worker_lease
         self.counts = counts or CoordinatorCounts()
-        self.observed = observed or Observed()
+        self.event_log = event_log or EventLog()
         self.partly_applied = partly_applied or PartlyApplied()
         self.lock = threading.Lock()
         self.changed = Condition(self.lock)

@@ -54,7 +54,7 @@ class Waits:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise WaitTimeoutError(
-                    f"the time is over before all that runs has stopped: {self._status.describe_locked()}"
+                    f"timed out before all running functions had stopped: {self._status.describe_locked()}"
                 ) from pending
             self._state.changed.wait(left)
 

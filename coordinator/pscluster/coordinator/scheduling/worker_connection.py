@@ -102,7 +102,7 @@ class WorkerConnection:
         self._attached = self._node.attach(request)
         event = await self._attached.read()
         if event is grpc.aio.EOF:
-            raise UnavailableError(f"{self.peer} ended the attachment")
+            raise UnavailableError(f"{self.peer} ended the connection to this coordinator")
         self.incarnation = event.incarnation
         self._data.learn(self.peer, event)
         channel = self._steps_channel = open_peer_channel(self.peer)
@@ -225,7 +225,7 @@ class WorkerConnection:
         for data in self._results.download(request):
             assembler.add(*unpack(data, worker_pb2.DownloadReply))
         if not assembler.complete:
-            raise UnavailableError(f"{self.peer} broke off the result of function {attachments.function}")
+            raise UnavailableError(f"{self.peer} stopped sending the result of function {attachments.function}")
         whole, at, parts = assembler.joined(), 0, []
         for size in attachments.sizes:
             parts.append(whole[at : at + size])

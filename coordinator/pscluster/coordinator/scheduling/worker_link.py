@@ -95,14 +95,14 @@ class WorkerLinks:
             handle.up, handle.restarts, handle.heard = True, handle.restarts + 1, time.monotonic()
             if handle.restarts:
                 logger.warning("%s is back", handle.peer)
-            self._state.observed.tell(handle.peer.task, "up", "is back" if handle.restarts else "is up")
+            self._state.event_log.record(handle.peer.task, "up", "is back" if handle.restarts else "is up")
             try:
                 await self._until_lost(index, handle, connection)
                 handle.why = "it left" if self._scheduler.workers[index].leaving else "its connection ended"
             except (*LOST_CONNECTION, PsClusterError) as error:
                 handle.why = str(why_lost(error, "it"))
             except Exception as error:  # a message that can't be written, for one; it must not end the link for good
-                logger.exception("the link to %s failed", handle.peer)
+                logger.exception("the connection to %s failed", handle.peer)
                 handle.why = f"{type(error).__name__}: {error}"
             finally:
                 handle.up = self._scheduler.workers[index].idle = False
@@ -112,7 +112,7 @@ class WorkerLinks:
             if self._state.closed:
                 return
             logger.warning("%s is gone: %s", handle.peer, handle.why)
-            self._state.observed.tell(handle.peer.task, "down", f"is gone: {handle.why}")
+            self._state.event_log.record(handle.peer.task, "down", f"is gone: {handle.why}")
             await self._give_up(index, connection.incarnation)
 
     async def _connect(self, index: int, handle: WorkerHandle) -> WorkerConnection:
@@ -162,7 +162,7 @@ class WorkerLinks:
             if heart.done():
                 raise UnavailableError(heart.result())
             if doom.done():
-                raise UnavailableError("it runs a function that does not stop, though its time is over")
+                raise UnavailableError("it runs a function that does not stop after its timeout")
             if reader.done() and not watcher.done():  # if it left, the word of that is just behind
                 await asyncio.wait((watcher,), timeout=LEAVE_SECONDS)
             if watcher.done():

@@ -129,7 +129,7 @@ class _Distributed:
     def __init__(self, data: DistributedDataset, steps_per_epoch: int | None) -> None:
         shape = data.shape
         if steps_per_epoch is not None and not shape.counted:
-            raise ValueError("steps can't be counted in a dataset of files: leave steps_per_epoch out")
+            raise ValueError("steps can't be counted in a dataset of files: omit steps_per_epoch")
         if steps_per_epoch is None and shape.epochs is None:
             raise ValueError("the dataset repeats without end: give steps_per_epoch, or repeat(n)")
         self._data = data
@@ -153,9 +153,9 @@ class _Distributed:
             self._plan.load(state.plan)
         elif state.plan is not None and live:
             raise MisuseError(
-                f"the training that this goes on with has cut its data into {_pieces(state.plan)}, and this one into "
-                f"{_pieces(self._plan.to_json())}: what was on its way would count twice. Give it as it was, or begin "
-                "anew with ParameterServerStrategy(..., resume=False)"
+                f"the resumed training cut its data into {_pieces(state.plan)}, and this one into "
+                f"{_pieces(self._plan.to_json())}: functions in flight would count twice. Use the same cut, or start "
+                "over with ParameterServerStrategy(..., resume=False)"
             )
         else:
             self._data.save_position()  # what is cut from now on was not handed out in other pieces
@@ -342,14 +342,14 @@ class Fit:
             known = state.load()
             over = state.finished and (state.stopped or state.epoch >= self._epochs)
             if not known or over:
-                logger.warning("training %d of this script is passed over: it has ended before", state.number)
+                logger.warning("skipping training %d of this script: already finished", state.number)
                 self._coordinator.trainings_ended += 1
                 return
         self._training.params["resumed"] = state.resumed
         if state.resumed:
             self._callbacks.load_states(state.callbacks)
             self._training.stop_training = state.stopped
-            logger.info("going on with epoch %d", state.epoch + 1)
+            logger.info("resuming at epoch %d", state.epoch + 1)
         self._feed.begin(state, live)
         for epoch in range(state.epoch, self._epochs):
             if self._training.stop_training:
@@ -480,9 +480,9 @@ class Fit:
 
     def _tell(self, logs: Logs, steps: int, examples: int) -> None:
         """Who looks on how far it is, and how many steps and examples came since the last time."""
-        label, observed = f"epoch {self._state.epoch + 1}/{self._epochs}", self._coordinator.context.observed
+        label, event_log = f"epoch {self._state.epoch + 1}/{self._epochs}", self._coordinator.context.event_log
         training = Training(label, self._batches, self._training.params.get("steps"), "step", logs)
-        observed.trained(training, steps=steps, examples=examples)
+        event_log.trained(training, steps=steps, examples=examples)
 
     def _resize(self, worker: int, begin: float, end: float) -> None:
         """A function was there from `begin` to `end`, by its clock: is it known now how many steps one should take?"""
@@ -586,7 +586,7 @@ def validation_of(
     """What `fit` was given, checked."""
     if data is None:
         if step is not None or metrics is not None:
-            raise ValueError("validation_step and validation_metrics go with validation_data: give that, too")
+            raise ValueError("validation_step and validation_metrics need validation_data: give it, too")
         return None
     if not isinstance(data, DistributedDataset):
         raise TypeError(

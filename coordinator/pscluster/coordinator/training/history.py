@@ -48,7 +48,7 @@ class History:
         names = [name for name, values in self.history.items() if all(map(_is_number, values))]
         panels = list(dict.fromkeys(name.removeprefix("val_") for name in names))
         if not panels:
-            raise ValueError("there is nothing to draw: no epoch with logs has ended")
+            raise ValueError("nothing to plot: no epoch with logs has ended")
         figure = Figure(figsize=(7, 2.6 * len(panels)), layout="constrained")
         for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
             for name in (panel, f"val_{panel}"):

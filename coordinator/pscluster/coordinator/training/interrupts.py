@@ -66,7 +66,7 @@ class Interrupts:
             self._hand_on(number, frame)
             return
         logger.warning(
-            "%s: the training ends when the functions that run have ended; once more ends it at once",
+            "%s: training stops when the running functions have ended; repeat to stop it at once",
             signal.Signals(number).name,
         )
 
@@ -95,7 +95,7 @@ class Interrupts:
         def watch() -> None:
             while not over.wait(LOOK_SECONDS):
                 if self.asked is not None and not self.handed_on and (why := self._hopeless()):
-                    logger.error("the training ends at once: %s", why)
+                    logger.error("training stops at once: %s", why)
                     os.kill(os.getpid(), self.asked)
                     return
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pscluster.coordinator.job.live_job import LiveJob
 from pscluster.coordinator.variables.initial_values import initial_value_of
 from pscluster.coordinator.variables.partitioners import partition_for
-from pscluster.coordinator.variables.placement import Placer
+from pscluster.coordinator.variables.placement import ShardPlacer
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import SerializationPolicy
@@ -40,7 +40,7 @@ class VariableCreator:
     """
 
     def __init__(
-        self, client: PsClient, policy: SerializationPolicy, placer: Placer, partitioner: Partitioner | None
+        self, client: PsClient, policy: SerializationPolicy, placer: ShardPlacer, partitioner: Partitioner | None
     ) -> None:
         self.serialization = policy
         self._client = client

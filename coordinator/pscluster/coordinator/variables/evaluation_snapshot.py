@@ -1,4 +1,4 @@
-"""Pinned copies: variables as they were at one moment, which an evaluation reads while training goes on.
+"""Evaluation snapshots: variables as they were at one moment, which an evaluation reads while training goes on.
 
     captured: the step's variables get other names --> paused (functions end) --> every server copies its shards
     --> going on --> on disk, as far as the servers keep anything there --> the step runs --> the copies are deleted
@@ -34,7 +34,7 @@ def prefix_of(name: str) -> str:
     return name[: name.find("/", len(PINNED)) + 1]
 
 
-class Pins:
+class EvaluationSnapshot:
     """The copies for one evaluation. First `rename` is called for all that is captured, then `make`, last `drop`.
 
     Args:
@@ -78,11 +78,11 @@ class Pins:
         if not self._variables:
             return
         client, deadline = self._context.client, time.monotonic() + seconds
-        known = client.directory()[0]  # a server that is gone is waited for here, not while nothing runs
+        known = client.directory()[0]  # wait for a server that is gone here, not while functions are paused
         variables = [spec for spec in known.variables if spec.name in self._variables]
         optimizers = [spec.id for spec in known.optimizers if spec.name in self._optimizers]
         if missing := sorted(self._variables.difference(spec.name for spec in variables)):
-            raise UnknownVariableError(f"the step reaches variables that are not in this job: {', '.join(missing)}")
+            raise UnknownVariableError(f"the step uses variables that are not in this job: {', '.join(missing)}")
         copies = []
         for spec, number in zip(variables, self._context.variables.numbers(len(variables)), strict=True):
             copy = ps_pb2.VariableSpec()
@@ -115,5 +115,5 @@ class Pins:
         dropped = self._context.client.delete_variables(self._prefix)
         reach("coordinator.unpin.after")
         if not dropped:
-            logger.warning("the copies of an evaluation are still on a server that can't be reached: they go later")
+            logger.warning("the snapshot of an evaluation is still on an unreachable server; it is deleted later")
         return dropped

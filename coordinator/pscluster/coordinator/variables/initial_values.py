@@ -54,7 +54,7 @@ def initial_value_of(request: VariableRequest, name: str, policy: SerializationP
             _check_dtype(dtype, name)
             return InitialValue(shape, dtype, None, tuple(_initializers(initial, policy)))
         if isinstance(initial, Initializer) or not _can_be_called_without(initial):
-            raise MisuseError(f"variable {name!r}: what makes its initial value needs the shape: give shape=(...)")
+            raise MisuseError(f"variable {name!r}: its initializer needs the shape: give shape=(...)")
         initial = initial()
     value = as_array(cast(npt.ArrayLike, initial), name, "initial value")
     dtype = asked or _dtype_of(value, initial)
@@ -63,7 +63,7 @@ def initial_value_of(request: VariableRequest, name: str, policy: SerializationP
     try:
         whole = np.broadcast_to(value, value.shape if shape is None else shape)
     except ValueError:
-        raise MisuseError(f"variable {name!r}: an initial value of shape {value.shape} for the shape {shape}") from None
+        raise MisuseError(f"variable {name!r}: the initial value has shape {value.shape}, not {shape}") from None
     return InitialValue(whole.shape, dtype, whole)
 
 
@@ -109,12 +109,14 @@ def _dtype_named(asked: npt.DTypeLike, name: str) -> np.dtype[Any]:
     try:
         return np.dtype(asked)
     except TypeError:
-        raise MisuseError(f"variable {name!r}: dtype is {asked!r}, which is none: give one such as float32") from None
+        raise MisuseError(
+            f"variable {name!r}: dtype is {asked!r}, which is not a dtype: give one such as float32"
+        ) from None
 
 
 def _dtype_of(value: Array, initial: object) -> np.dtype[Any]:
     if value.dtype == np.float64 and not hasattr(initial, "dtype"):
-        return np.dtype(np.float32)  # Python's floats, as the peer
+        return np.dtype(np.float32)  # Python's floats, as in TensorFlow
     return value.dtype
 
 

@@ -4,8 +4,8 @@ By bytes, unless told otherwise: a table of a million rows and a bias should not
 rule, one round robin over all shards of whatever size, is the option for those who rely on it, and a function
 of the user's own may know what no rule can: which variables are hot.
 
-The placer decides and remembers; it moves nothing and talks to nobody. It is not thread-safe: whoever creates
-variables does so one at a time already. The same calls in the same order give the same places.
+The placer decides and remembers; it moves nothing and makes no calls. It is not thread-safe: variables are
+created one at a time. The same calls in the same order give the same places.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ POLICIES: dict[str, PlacementPolicy] = {"bytes": least_bytes, "round_robin": rou
 """The policies that have a name."""
 
 
-class Placer:
+class ShardPlacer:
     """Assigns shards to parameter servers and keeps account of what each holds.
 
     Args:

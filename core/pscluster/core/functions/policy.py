@@ -231,21 +231,21 @@ def add_pickle_options(command: Callable[..., None]) -> Callable[..., None]:
             "--pickle/--no-pickle",
             "allow_pickle",
             default=None,
-            help="Functions and objects by value: send and take them, or neither. Default: they are allowed between "
+            help="Send and accept functions and objects as pickles, or refuse them. Default: allowed between "
             f"peers with a token. Or ${PICKLE_VARIABLE}=1 or 0.",
         ),
         click.option(
             "--functions-from",
             multiple=True,
             metavar="FOLDER|PACKAGE",
-            help="Without pickles peers name functions: of files in this folder, or of this installed package; may be "
+            help="Without pickles, peers name functions of files in this folder or of this installed package; may be "
             f"repeated. Default: the current folder and those of PYTHONPATH. Or ${FUNCTIONS_VARIABLE}.",
         ),
         click.option(
             "--data-from",
             multiple=True,
             metavar="FOLDER",
-            help="Without pickles workers map arrays of files in this folder and those of --functions-from, and no "
+            help="Without pickles, workers map arrays of files in this folder and those of --functions-from, but no "
             f"others; may be repeated. Or ${DATA_VARIABLE}.",
         ),
     ]

@@ -1,4 +1,4 @@
-"""Figures over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for whoever watches processes.
+"""Metrics over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for whoever watches processes.
 
 One small server a role. Each request has a connection of its own, which ends with its answer. A connection has
 `_SECONDS` in all, whatever it does or does not send; of more than `_CONNECTIONS` the one that has kept us waiting
@@ -39,8 +39,8 @@ _HEALTH_PATHS = ("/healthz", "/readyz")
 _PATHS = ("/metrics", *_HEALTH_PATHS)
 
 
-class FiguresCollector:
-    """Reads a role's figures when a collector asks for them."""
+class MetricsCollector:
+    """Reads a role's metrics when a collector asks for them."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
@@ -50,20 +50,20 @@ class FiguresCollector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         found = self._telemetry.snapshot()
-        for figure in self._telemetry.described():
-            name = f"pscluster_{self._telemetry.role}_{figure.name}"
-            value = found[figure.name]
-            if figure.kind == "histogram":
-                histogram = HistogramMetricFamily(name, figure.help, labels=figure.labels)
-                for labels, leaf in _leaves(value, len(figure.labels)):
+        for metric in self._telemetry.described():
+            name = f"pscluster_{self._telemetry.role}_{metric.name}"
+            value = found[metric.name]
+            if metric.kind == "histogram":
+                histogram = HistogramMetricFamily(name, metric.help, labels=metric.labels)
+                for labels, leaf in _leaves(value, len(metric.labels)):
                     buckets: Any = leaf["buckets"]
                     histogram.add_metric(labels, list(buckets.items()), leaf["sum"])
                 yield histogram
                 continue
-            family = (CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily)(
-                name, figure.help, labels=figure.labels
+            family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+                name, metric.help, labels=metric.labels
             )
-            for labels, leaf in _leaves(value, len(figure.labels)):
+            for labels, leaf in _leaves(value, len(metric.labels)):
                 family.add_metric(labels, leaf)
             yield family
 
@@ -93,7 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, "the process lives\n")
         elif path == "/readyz":
             why = self.server.telemetry.not_ready()
-            said = "not ready" if why and is_open else why or "ready"  # which tasks are missing is no stranger's affair
+            said = (
+                "not ready" if why and is_open else why or "ready"
+            )  # which tasks are missing is not told without a token
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, f"{said}\n")
         elif path == "/metrics":
             body, kind = self.server.exposition(self.headers.get("Accept", ""))
@@ -121,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class MetricsServer(HTTPServer):
-    """Serves the figures of a role, on a thread of its own, from its making to `close`.
+    """Serves the metrics of a role, on a thread of its own, from its making to `close`.
 
     Args:
         telemetry: of the role.
@@ -230,7 +232,7 @@ class MetricsServer(HTTPServer):
         return None
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The figures as text, and its type: as the caller likes it. One at a time: a flood takes one core at most."""
+        """The metrics as text, and its type: as the caller likes it. One at a time: a flood takes one core at most."""
         # Not imported before somebody asks: it takes a role 50 ms of its start.
         from prometheus_client import CollectorRegistry
         from prometheus_client.exposition import choose_encoder
@@ -238,7 +240,7 @@ class MetricsServer(HTTPServer):
         with self._asked:
             if self._registry is None:
                 self._registry = CollectorRegistry()
-                self._registry.register(FiguresCollector(self.telemetry))
+                self._registry.register(MetricsCollector(self.telemetry))
             encode, kind = choose_encoder(accept)
             return encode(self._registry), kind
 
@@ -281,7 +283,7 @@ class MetricsServer(HTTPServer):
                 request.do_handshake()
             self.finish_request(request, client_address)
         except (OSError, ValueError) as error:
-            logger.debug("a request for metrics was broken off: %s", error)
+            logger.debug("a request for metrics was aborted: %s", error)
         except PsClusterError as error:
             logger.warning("a request for metrics failed: %s", error)
         except Exception:

@@ -1,6 +1,6 @@
-"""Figures of a role: plain numbers, counted where the work is done, read when somebody asks.
+"""Metrics of a role: plain numbers, counted where the work is done, read when somebody asks.
 
-Every role has one `Telemetry`. `snapshot()` gives its figures as plain numbers, to whoever looks on in the process (a
+Every role has one `Telemetry`. `snapshot()` gives its metrics as plain numbers, to whoever looks on in the process (a
 live page, the status) as to Prometheus, for whom `exposition` puts `pscluster_<role>_` before their names.
 
 To count has to cost nothing: a function that is handed out takes some 20 us in all, and one increment of a Prometheus
@@ -29,14 +29,14 @@ from typing import ClassVar, Literal, TypeAlias
 
 Value: TypeAlias = "float | Mapping[str, Value]"
 Snapshot: TypeAlias = dict[str, Value]
-"""By a figure's name: a number; by label, where it has labels, one level a label; of a histogram "count", "sum" and
+"""By a metric's name: a number; by label, where it has labels, one level a label; of a histogram "count", "sum" and
 "buckets" (how many were at most so much, by the bound as text). JSON can hold it."""
 
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 """Bounds of histograms of times."""
 
 MAX_LABELS = 50
-"""So many variables have figures of their own; the others are added up as `other`."""
+"""So many variables have metrics of their own; the others are added up as `other`."""
 
 OTHER = "other"
 
@@ -78,7 +78,7 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class Metric:
     """What a name in a snapshot stands for.
 
     Attributes:
@@ -94,22 +94,22 @@ class Figure:
 
 
 _OF_ALL_ROLES = (
-    Figure("memory_bytes", "gauge", "resident memory of the process"),
-    Figure("cpu_seconds_total", "counter", "processor time of the process, all threads"),
-    Figure("threads", "gauge", "Python threads of the process"),
-    Figure("uptime_seconds", "gauge", "since the role began"),
-    Figure("refused_calls_total", "counter", "calls refused for want of the cluster token, on either port"),
-    Figure("ready", "gauge", "1 where /readyz says so, else 0"),
+    Metric("memory_bytes", "gauge", "resident memory of the process"),
+    Metric("cpu_seconds_total", "counter", "processor time of the process, all threads"),
+    Metric("threads", "gauge", "Python threads of the process"),
+    Metric("uptime_seconds", "gauge", "since the role began"),
+    Metric("refused_calls_total", "counter", "calls refused for want of the cluster token, on either port"),
+    Metric("ready", "gauge", "1 where /readyz says so, else 0"),
 )
 
 
 class Telemetry(ABC):
-    """The figures of one role. Any thread may ask; a snapshot is not of one moment, each figure of it is."""
+    """The metrics of one role. Any thread may ask; a snapshot is not of one moment, each metric of it is."""
 
     role: ClassVar[str]
     """As in the names: "ps", "worker" or "coordinator"."""
 
-    figures: ClassVar[Sequence[Figure]]
+    metrics: ClassVar[Sequence[Metric]]
     """What `snapshot` gives, without those that all roles have."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Telemetry(ABC):
 
     @abstractmethod
     def own(self) -> Snapshot:
-        """The role's own figures: one entry for each of `figures`."""
+        """The role's own metrics: one entry for each of `metrics`."""
 
     def not_ready(self) -> str:
         """Why the role can't do its part of a job now, in words; "": it can."""
@@ -134,7 +134,7 @@ class Telemetry(ABC):
         self._refusals = count
 
     def snapshot(self) -> Snapshot:
-        """All figures, by name; see `Snapshot` for what they look like."""
+        """All metrics, by name; see `Snapshot` for what they look like."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return {
             **self.own(),
@@ -147,9 +147,9 @@ class Telemetry(ABC):
         }
 
     @classmethod
-    def described(cls) -> Sequence[Figure]:
+    def described(cls) -> Sequence[Metric]:
         """All that a snapshot has."""
-        return (*cls.figures, *_OF_ALL_ROLES)
+        return (*cls.metrics, *_OF_ALL_ROLES)
 
 
 def resident_bytes() -> int:
@@ -161,7 +161,7 @@ def resident_bytes() -> int:
 
 
 class Labels:
-    """Which names get figures of their own, so that no collector is flooded: the first `limit` that had any.
+    """Which names get metrics of their own, so that no collector is flooded: the first `limit` that had any.
 
     Who has one keeps it, or a counter would seem to fall; what is gone makes room.
     """

@@ -85,7 +85,7 @@ def run_role(
         logger.info("stopped")
         code = 0
     except Exception:
-        logger.exception("could not stop in order")
+        logger.exception("failed to stop cleanly")
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # whoever read it may be gone

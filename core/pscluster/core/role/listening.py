@@ -34,14 +34,14 @@ def listen_address(own: str | None, options: RoleOptions) -> str:
     mutual = options.tls is not None and options.tls.is_mutual
     if options.token is None and not mutual:
         raise ConfigurationError(
-            f"refusing to listen on {address} without a cluster token, where anybody could use this role: set "
-            "PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), listen on 127.0.0.1, or say --insecure"
+            f"refusing to listen on {address} without a cluster token, where anyone could use this role: set "
+            "PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), listen on 127.0.0.1, or give --insecure"
         )
     if options.tls is None:
         raise ConfigurationError(
-            f"refusing to listen on {address} in plain text, where anybody on the way could read and change all: "
+            f"refusing to listen on {address} in plain text, where anyone on the path could read and change all: "
             f"give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), listen on "
-            "127.0.0.1, or say --insecure"
+            "127.0.0.1, or give --insecure"
         )
     return address
 

@@ -285,7 +285,7 @@ class NodeService:
                 lost = self._attachment.is_left(request.job) and not self._streams.leaving
                 last = self._attachment.number
             if lost:
-                logger.info("%s is gone; its state is kept for now", request.coordinator.name)
+                logger.info("%s is gone; keeping its state in case it comes back", request.coordinator.name)
                 self._wait_for_coordinator(request.job, last)
 
     def _wait_for_coordinator(self, job: int, last: int) -> None:
@@ -301,7 +301,7 @@ class NodeService:
                 return
             self._attachment.end(job)
             self._role.job_ended()
-        logger.warning("no coordinator came back within %g s: the job's state is dropped", self._coordinator_timeout)
+        logger.warning("no coordinator came back within %g s: dropped the job's state", self._coordinator_timeout)
         self._on_job_end()
 
     def end_job(self, request: node_pb2.EndJobRequest, _context: grpc.ServicerContext) -> node_pb2.EndJobReply:

@@ -100,7 +100,7 @@ metrics_port_option = click.option(
     envvar=METRICS_PORT_VARIABLE,
     default="0",
     show_default="0: any free one, which the log names",
-    help=f"Where /metrics, /healthz and /readyz are served, or off. Or ${METRICS_PORT_VARIABLE}.",
+    help=f"Port that serves /metrics, /healthz and /readyz, or off. Or ${METRICS_PORT_VARIABLE}.",
 )
 
 
@@ -119,7 +119,7 @@ data_port_option = click.option(
     envvar=DATA_PORT_VARIABLE,
     default="0",
     show_default="0: any free one",
-    help="Where functions, reads and updates go faster than over gRPC, for who can reach it; none with TLS. "
+    help="Second port, faster than gRPC for functions, reads and updates; clients that cannot reach it use gRPC. "
     f"Or ${DATA_PORT_VARIABLE}.",
 )
 
@@ -141,12 +141,12 @@ tls_option = click.option(
     "--tls",
     "tls_folder",
     type=click.Path(path_type=Path),
-    help=f"Folder with {CERTIFICATE}, {KEY} and {AUTHORITIES}, or with a folder for each role. Or ${TLS_VARIABLE}.",
+    help=f"Folder that holds {CERTIFICATE}, {KEY} and {AUTHORITIES}, or one folder for each role. Or ${TLS_VARIABLE}.",
 )
 insecure_option = click.option(
     "--insecure",
     is_flag=True,
-    help=f"Without a token, or with one in plain text, off loopback, too. Or ${INSECURE_VARIABLE}=1.",
+    help=f"Allow going without a token, or in plain text, off loopback. Or ${INSECURE_VARIABLE}=1.",
 )
 
 
@@ -171,7 +171,7 @@ def choose_serialization(address: str, options: RoleOptions, *, is_worker: bool 
     exposed = ""
     known = options.token is not None or (options.tls is not None and options.tls.is_mutual)
     if not known and not (options.insecure and is_on_this_machine(address)):
-        exposed = f"this role listens on {address} without a token, where anybody could send one"
+        exposed = f"this role listens on {address} without a token, where anyone could send one"
     found = policy_of(
         asked_for(options.allow_pickle),
         exposed,
@@ -199,24 +199,28 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token."),
         click.option("--create-token", is_flag=True, help="Create the token file first if it is missing."),
         tls_option,
-        click.option("--create-tls", is_flag=True, help="Create that folder first if it is missing, for all roles."),
+        click.option(
+            "--create-tls",
+            is_flag=True,
+            help="Create the --tls folder, for all roles, if it is missing.",
+        ),
         click.option(
             "--tls-server-only",
             is_flag=True,
-            help=f"Ask callers for no certificate: the token alone opens. Or ${SERVER_ONLY_VARIABLE}=1.",
+            help=f"Do not require client certificates: the token alone admits callers. Or ${SERVER_ONLY_VARIABLE}=1.",
         ),
         insecure_option,
         click.option(
             "--open-health",
             is_flag=True,
-            help=f"Answer health checks, and nothing else, without the token. Or ${OPEN_HEALTH_VARIABLE}=1.",
+            help=f"Answer health checks, and only those, without the token. Or ${OPEN_HEALTH_VARIABLE}=1.",
         ),
         add_pickle_options,
-        click.option("--until-done", is_flag=True, help="Exit with 0 when the coordinator's job is over."),
-        click.option("--exit-with-parent", is_flag=True, help="Stop when standard input reaches its end."),
+        click.option("--until-done", is_flag=True, help="Exit with code 0 when the job is over."),
+        click.option("--exit-with-parent", is_flag=True, help="Stop when standard input is closed."),
         click.option("--share-port", is_flag=True, help="Listen on a port that the parent process reserved."),
         click.option(
-            "--connect-timeout", default=600.0, show_default=True, help="Seconds to wait for the tasks it needs."
+            "--connect-timeout", default=600.0, show_default=True, help="Seconds to wait for the other tasks."
         ),
         click.option(
             "--coordinator-timeout",
@@ -224,16 +228,21 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             default=math.inf,
             show_default="for ever",
             type=click.FloatRange(0, min_open=True),
-            help="Seconds to keep a job for a coordinator that died. Or $PSCLUSTER_COORDINATOR_TIMEOUT.",
+            help="Seconds to keep a job's state after its coordinator died. Or $PSCLUSTER_COORDINATOR_TIMEOUT.",
         ),
-        click.option("--grace", default=GRACE_SECONDS, show_default=True, help="Seconds for what runs to end in."),
+        click.option(
+            "--grace",
+            default=GRACE_SECONDS,
+            show_default=True,
+            help="Seconds for running work to finish on a stop.",
+        ),
         metrics_port_option,
         click.option(
             "--metrics-host",
             envvar=METRICS_HOST_VARIABLE,
             default=_LOOPBACK,
             show_default=True,
-            help=f"The host of that; off loopback the cluster token is asked for. Or ${METRICS_HOST_VARIABLE}.",
+            help=f"Host to serve metrics on; off loopback callers need the token. Or ${METRICS_HOST_VARIABLE}.",
         ),
         log_options(),
     ]

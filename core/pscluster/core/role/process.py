@@ -37,7 +37,7 @@ LOG_FORMATS = ("text", "json")
 LOG_FORMAT_VARIABLE = "PSCLUSTER_LOG_FORMAT"
 
 
-def log_options(level: str = "INFO", of: str = "Of what it writes to standard error.") -> Callable[[Any], Any]:
+def log_options(level: str = "INFO", of: str = "Log to standard error from this level on.") -> Callable[[Any], Any]:
     """Click options of the log, with this level unless it is said or in the environment."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -47,7 +47,7 @@ def log_options(level: str = "INFO", of: str = "Of what it writes to standard er
             default="text",
             show_default=True,
             type=click.Choice(LOG_FORMATS),
-            help=f"Lines for people, or an object a line. Or ${LOG_FORMAT_VARIABLE}.",
+            help=f"Lines of text, or one JSON object a line. Or ${LOG_FORMAT_VARIABLE}.",
         )(command)
         return click.option(
             "--log-level",

@@ -23,7 +23,7 @@ from pscluster.core.role.options import RoleOptions
 from pscluster.core.role.process import bind_log
 from pscluster.core.security.access import RoleInterceptor
 from pscluster.core.security.authenticator import AuthenticationInterceptor, Authenticator, NoTokenInterceptor, Refused
-from pscluster.core.security.connection_reaper import Doorkeeper
+from pscluster.core.security.connection_reaper import ConnectionReaper
 from pscluster.core.security.http_access import CertificateFiles, check_place
 from pscluster.core.security.tls import (
     CERTIFICATE,
@@ -31,7 +31,7 @@ from pscluster.core.security.tls import (
 )
 from pscluster.core.transport.admission import Admission, AdmissionInterceptor
 from pscluster.core.transport.channels import NODE_SERVICE, SERVER_OPTIONS
-from pscluster.core.transport.methods import Greet, generic_handler
+from pscluster.core.transport.methods import OnAccepted, generic_handler
 from pscluster.core.transport.tcp.packets import supported
 from pscluster.core.transport.tcp.server import DataServer
 from pscluster.core.transport.unix_sockets import SocketLock, make_private, path_of
@@ -43,7 +43,7 @@ _MAX_THREADS = 4096  # one for every open stream; they are made when needed
 
 
 def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer | None:
-    """Serve the figures of a role from now on, unless that is turned off.
+    """Serve the metrics of a role from now on, unless that is turned off.
 
     Raises:
         ConfigurationError: the port is in use, or the host is not loopback and there is no token, or no certificate.
@@ -67,25 +67,25 @@ def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer |
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
-    """The standard health check, whose callers are greeted like all others."""
+    """The standard health check, whose callers count as authenticated like all others."""
 
-    def __init__(self, greet: Greet) -> None:
+    def __init__(self, on_accepted: OnAccepted) -> None:
         super().__init__(experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1))
-        self._greet = greet
+        self._mark_authenticated = on_accepted
 
     def Check(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802  (gRPC's name)
-        self._greet(context.peer())
+        self._mark_authenticated(context.peer())
         return super().Check(request, context)
 
     def Watch(self, request: Any, context: grpc.ServicerContext, *rest: Any) -> Any:  # noqa: N802
-        self._greet(context.peer())
+        self._mark_authenticated(context.peer())
         return super().Watch(request, context, *rest)
 
 
 class RoleServer:
     """The gRPC server of a role: its own services, the node service and the standard health check.
 
-    With `telemetry`, its figures are served, too. Its own services are served on a data plane besides, for those who
+    With `telemetry`, its metrics are served, too. Its own services are served on a data plane besides, for those who
     know it by its own address: where it listens, unless `own` says otherwise. `admission` bounds the messages that are
     coming, and `data_message_bytes` one of them on the data plane.
     """
@@ -108,8 +108,8 @@ class RoleServer:
         raise_descriptor_limit()
         bind_log(role=identity.role, index=identity.index, incarnation=f"{identity.incarnation:016x}", pid=os.getpid())
         self.node = NodeService(identity, role, on_job_end, options.coordinator_timeout)
-        # Where strangers may ask, who asks is not one of us for that.
-        self._health = _Health((lambda _peer: None) if options.open_health else self._greet)
+        # With --open-health anyone may ask: that authenticates nobody.
+        self._health = _Health((lambda _peer: None) if options.open_health else self._mark_authenticated)
         interceptors: list[grpc.ServerInterceptor] = []
         self._authenticator = Authenticator(options.token, identity) if options.token else None
         if self._authenticator is not None:
@@ -124,7 +124,7 @@ class RoleServer:
             self._roles.start()
         gates = list(interceptors)
         if admission is not None:
-            gates.append(AdmissionInterceptor(admission))  # strangers are refused before they are counted
+            gates.append(AdmissionInterceptor(admission))  # unauthenticated calls are refused before they are counted
         largest = MAX_MESSAGE_BYTES if admission is None else admission.message_bytes
         self._server = grpc.server(
             ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc"),
@@ -139,7 +139,7 @@ class RoleServer:
             ),
         )
         for descriptor, servicer in ((NODE_SERVICE, self.node), *services.values()):
-            self._server.add_generic_rpc_handlers((generic_handler(descriptor, servicer, self._greet),))
+            self._server.add_generic_rpc_handlers((generic_handler(descriptor, servicer, self._mark_authenticated),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = ["", *(descriptor.full_name for descriptor, _ in services.values())]
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -153,7 +153,7 @@ class RoleServer:
             if self._socket is not None:
                 self._socket.close()
             raise
-        self._doorkeeper = Doorkeeper(self.port, connections())
+        self._reaper = ConnectionReaper(self.port, connections())
         if self._authenticator is not None:
             self._authenticator.start()
         local = is_on_this_machine(address)
@@ -162,17 +162,17 @@ class RoleServer:
                 "listening on %s without a token%s: %s can %s",
                 address,
                 " (--insecure)" if options.insecure else "",
-                "any user of this machine" if local else "anybody who reaches it",
+                "any user of this machine" if local else "anyone who can reach it",
                 "run code here" if options.insecure else "read and change what is here, though not send code",
             )
         elif not local and options.insecure and options.tls is None:
             logger.warning(
-                "listening on %s in plain text (--insecure): anybody on the way can read and change what travels",
+                "listening on %s in plain text (--insecure): anyone on the path can read and change what travels",
                 address,
             )
         if telemetry is not None:
             telemetry.ask_readiness(self._not_ready)
-            telemetry.ask_refusals(lambda: self._doorkeeper.refusals.total)
+            telemetry.ask_refusals(lambda: self._reaper.refusals.total)
             self._metrics = serve_metrics(telemetry, options)
             self.node.metrics_address = self._metrics.address if self._metrics is not None else ""
         self._data: DataServer | None = None
@@ -190,7 +190,7 @@ class RoleServer:
             listens = address if path is not None else f"{split_address(address)[0]}:{self.port}"
             self.node.data_port, self.node.address = self._data.port, own or listens
         self._server.start()
-        self._doorkeeper.start()
+        self._reaper.start()
 
     @staticmethod
     def _serve_data(
@@ -219,11 +219,11 @@ class RoleServer:
         server.start()
         return server
 
-    def _greet(self, peer: str) -> None:
-        self._doorkeeper.greet(peer)
+    def _mark_authenticated(self, peer: str) -> None:
+        self._reaper.mark_authenticated(peer)
 
     def _refused(self, peer: str, *, unknown_session: bool = False, is_large: bool = False) -> bool:
-        return self._doorkeeper.refused(peer, unknown_session=unknown_session, is_large=is_large)
+        return self._reaper.refused(peer, unknown_session=unknown_session, is_large=is_large)
 
     def _not_ready(self) -> str:
         return self.node.not_ready() if self._serving else "it waits for the tasks that it needs"
@@ -246,7 +246,7 @@ class RoleServer:
 
     def stop(self, grace: float) -> None:
         """Refuse new calls, give the running ones `grace` seconds, close."""
-        self._doorkeeper.stop()
+        self._reaper.stop()
         for watched in (self._authenticator, self._roles):
             if watched is not None:
                 watched.stop()

@@ -115,7 +115,7 @@ class RoleInterceptor(grpc.ServerInterceptor):
             for each in ended:
                 each.cancel()
             if ended:
-                logger.info("%d open calls with certificates that were revoked were ended", len(ended))
+                logger.info("ended %d open calls whose certificates were revoked", len(ended))
 
     def _begin(self, context: grpc.ServicerContext) -> None:
         """AuthenticationError if the caller's certificate is refused."""

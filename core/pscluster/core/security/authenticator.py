@@ -85,7 +85,7 @@ class Authenticator:
             try:
                 self.look()
             except Exception:
-                logger.exception("the sessions could not be looked at")
+                logger.exception("can't check the sessions; trying again")
 
     def look(self) -> None:
         """Take up a changed token file: sessions and calls of tokens that are gone end. Forget idle sessions."""
@@ -102,7 +102,7 @@ class Authenticator:
         for each in ended:
             each.cancel()
         if ended:
-            logger.info("%d open calls and connections of a token that is accepted no more were ended", len(ended))
+            logger.info("ended %d open calls and connections whose token is no longer accepted", len(ended))
 
     def _derive(self) -> None:
         self._secrets = {token: self._secrets.get(token) or Secret.of(token) for token in self._token.accepted}
@@ -171,7 +171,7 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
     """Refuses every call over gRPC that carries no proof, but for handshakes, and health checks where they are open.
 
     Whatever the method, a refused call is one for a stream of requests, of which nothing is read before it is asked
-    for: of a stranger's call nothing but its head is read, and no thread waits for the rest.
+    for: of an unauthenticated call nothing but its head is read, and no thread waits for the rest.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class NoTokenInterceptor(grpc.ServerInterceptor):
             lambda _peer: True,
             AuthenticationError(
                 "the role there runs without a cluster token, and this process has one: start both with the same "
-                "token, or say --insecure to both"
+                "token, or give both --insecure"
             ),
         )
 

@@ -1,7 +1,7 @@
-"""Closes connections of strangers when there are many.
+"""Closes unauthenticated connections when there are many.
 
 gRPC counts connections, but can't tell one that is used from one that only sits there: as many as there may be, held
-open by somebody without a token, would keep everybody else out. So, when half of the places are taken, connections on
+open by a caller without a token, would keep everybody else out. So, when half of the places are taken, connections on
 which no call was ever accepted are closed as soon as they are a second old. Whoever belongs here comes again by itself.
 
 Connections whose calls are refused again and again are closed, too: `security.refusals` says when. What was refused is
@@ -36,8 +36,8 @@ _LOOKS_TO_FORGET = 10
 _DESCRIPTORS = "/proc/self/fd"
 
 
-class Doorkeeper:
-    """Of one port.
+class ConnectionReaper:
+    """Closes connections of one port that are unauthenticated, or whose calls are refused again and again.
 
     Args:
         port: where the role listens.
@@ -48,7 +48,7 @@ class Doorkeeper:
         self._port = port
         self._crowd = max(1, places // 2)
         self._known: set[str] = set()
-        self._strangers: set[str] = set()  # at the last look
+        self._unauthenticated: set[str] = set()  # at the last look
         self._closed = 0
         self._looks = 0
         self._over = threading.Event()
@@ -58,7 +58,7 @@ class Doorkeeper:
 
     def start(self) -> None:
         """Look now and then, until `stop`."""
-        threading.Thread(target=self._watch, name="doorkeeper", daemon=True).start()
+        threading.Thread(target=self._watch, name="connection-reaper", daemon=True).start()
 
     def stop(self) -> None:
         """Look no more. Connections with held calls are closed: nobody waits for those to end."""
@@ -66,14 +66,14 @@ class Doorkeeper:
         self._refused.set()
         self._shut(self.refusals.close())
 
-    def greet(self, peer: str) -> None:
-        """A call of this peer, as gRPC names it, was accepted."""
+    def mark_authenticated(self, peer: str) -> None:
+        """Remember that a call of this peer, as gRPC names it, was accepted."""
         self._known.add(peer)
         if self.refusals.pending:
             self.refusals.accepted(peer)
 
     def refused(self, peer: str, *, unknown_session: bool = False, is_large: bool = False) -> bool:
-        """A call of this peer was refused; is it to be answered? Else its connection is closed soon."""
+        """Count a refused call of this peer. Return whether to answer it: if not, its connection is closed soon."""
         answered = self.refusals.refused(peer, time.monotonic(), unknown_session=unknown_session, is_large=is_large)
         if not answered:
             self._known.discard(peer)
@@ -95,7 +95,7 @@ class Doorkeeper:
                     if self._lists_descriptors:
                         self.look()
             except Exception:
-                logger.exception("connections could not be looked at")
+                logger.exception("can't inspect connections; trying again")
 
     def _shut(self, peers: set[str]) -> None:
         """Close these connections."""
@@ -110,41 +110,39 @@ class Doorkeeper:
         self.refusals.forget_absent(present)
 
     def look(self) -> int:
-        """Close strangers that were here at the last look, if there are many connections. How many were closed."""
+        """Close what was unauthenticated at the last look, if connections are many. Return how many were closed."""
         before = set(self._known)
         self._looks += 1
         if len(os.listdir(_DESCRIPTORS)) <= self._crowd:
             if self._closed:
                 logger.warning(
-                    "%d connections without an accepted call were closed, since there were many", self._closed
+                    "closed %d unauthenticated connections, as more than half of the places were taken", self._closed
                 )
                 self._closed = 0
-            self._strangers.clear()
+            self._unauthenticated.clear()
             if before and self._looks % _LOOKS_TO_FORGET == 0:
                 self._known -= before - {peer for peer, _ in self._connections()}
             return 0
-        closed, here, strangers = 0, set[str](), set[str]()
+        closed, here, unauthenticated = 0, set[str](), set[str]()
         for peer, connection in self._connections():
             here.add(peer)
             if peer in self._known:
                 continue
-            if peer not in self._strangers:
-                strangers.add(peer)
+            if peer not in self._unauthenticated:
+                unauthenticated.add(peer)
                 continue
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # gRPC finds its end, and closes it
                 closed += 1
         if closed and not self._closed:
-            logger.warning(
-                "more than %d connections are open: those without an accepted call are being closed", self._crowd
-            )
+            logger.warning("more than %d connections are open: closing unauthenticated ones", self._crowd)
         self._closed += closed
-        self._strangers = strangers
-        self._known -= before - here  # who was greeted meanwhile may have come after we looked
+        self._unauthenticated = unauthenticated
+        self._known -= before - here  # who was authenticated meanwhile may have come after we looked
         return closed
 
     def _connections(self) -> Iterator[tuple[str, socket.socket]]:
-        """Peers of this port, and a socket of each that is ours to close."""
+        """Yield the peers of this port, and a socket of each that is ours to close."""
         for name in os.listdir(_DESCRIPTORS):
             try:
                 if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -159,7 +157,7 @@ class Doorkeeper:
 
 
 def _socket_of(descriptor: int) -> socket.socket:
-    """Of a descriptor that is ours; it is closed if it is no socket's."""
+    """Return the socket of a descriptor that is ours, which is closed if it is not a socket's."""
     try:
         return socket.socket(fileno=descriptor)
     except OSError:
@@ -168,7 +166,7 @@ def _socket_of(descriptor: int) -> socket.socket:
 
 
 def _peer_of(connection: socket.socket) -> str:
-    """As gRPC names it."""
+    """Return the name that gRPC gives the peer."""
     host, port = connection.getpeername()[:2]
     if connection.family == socket.AF_INET6 and not host.startswith("::ffff:"):
         return f"ipv6:%5B{host}%5D:{port}"

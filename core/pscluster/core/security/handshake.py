@@ -275,7 +275,7 @@ class SessionTable:
             raise AuthenticationError("another token")
         if (known := self._by_nonce.get(request.client_nonce)) is not None:
             if known.used:
-                raise AuthenticationError("a copy of a handshake whose session is somebody's")
+                raise AuthenticationError("a replayed handshake, whose session is already in use")
             return known
         reply = authentication_pb2.HandshakeReply(
             version=VERSION,

@@ -1,4 +1,4 @@
-"""What is read over HTTP, a role's figures and the coordinator's live page: who may ask, where, by what certificate.
+"""What is read over HTTP, a role's metrics and the coordinator's live page: who may ask, where, by what certificate.
 
 On loopback may ask whoever can reach it, by a name of this machine: a page of another site, whose name was made to lead
 here, is not to read it by way of a browser. Elsewhere whoever has the cluster token.
@@ -65,20 +65,20 @@ def check_place(
     if is_loopback(host) or (token and encrypted):
         return
     if insecure:
-        how = "without a token: anybody who reaches it can read all"
+        how = "without a token: anyone who can reach it can read all"
         if token:
-            how = "in plain text: anybody on the way can read all, and the token"
+            how = "in plain text: anyone on the path can read all, and the token"
         logger.warning("told to %s on %s %s (--insecure)", doing, where, how)
     elif token:
         raise ConfigurationError(
-            f"refusing to {doing} on {where} in plain text, where anybody on the way could read the cluster token: "
+            f"refusing to {doing} on {where} in plain text, where anyone on the path could read the cluster token: "
             f"give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), {mend}, or say "
             "--insecure"
         )
     else:
         raise ConfigurationError(
-            f"refusing to {doing} on {where} without a cluster token, where anybody could read all: set "
-            f"PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), {mend}, or say --insecure"
+            f"refusing to {doing} on {where} without a cluster token, where anyone could read all: set "
+            f"PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), {mend}, or give --insecure"
         )
 
 
@@ -127,7 +127,7 @@ class CertificateFiles:
                 try:
                     self._context = self._load()
                 except OSError as error:
-                    logger.error("the certificate of %s stays as it was before: %s", self._what, error)
+                    logger.error("keeping the current certificate of %s: %s", self._what, error)
                 else:
-                    logger.info("%s was read again", self._paths[0])
+                    logger.info("reloaded %s", self._paths[0])
             return self._context

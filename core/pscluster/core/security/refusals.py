@@ -1,4 +1,6 @@
-"""Decides what becomes of refused calls, so that strangers cost a role little. No I/O; `Doorkeeper` does what is due.
+"""Decides what becomes of refused calls, so that unauthenticated callers cost a role little.
+
+No I/O; `ConnectionReaper` does what is due.
 
 A refused call is answered as long as its address, and all addresses together, have not had many: a bucket each that
 fills again with time. Beyond that, and always where its head is large, it is held: it gets no answer, and its

@@ -109,12 +109,14 @@ class Tls:
                 if self._files.certificate is not None and files.certificate is None:
                     raise ConfigurationError(f"{self.folder} holds no {CERTIFICATE} any more; put it back")
             except ConfigurationError as error:
-                logger.error("the certificates of before stay: %s", error)
+                logger.error("keeping the current certificates: %s", error)
             else:
                 self._files = files
                 self.generation += 1
-                until = "" if files.ends is None else f": its certificate is good until {files.ends:%Y-%m-%d %H:%M} UTC"
-                logger.info("%s was read again%s", self.folder, until)
+                until = (
+                    "" if files.ends is None else f": its certificate is valid until {files.ends:%Y-%m-%d %H:%M} UTC"
+                )
+                logger.info("reloaded %s%s", self.folder, until)
             return self.generation
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -127,7 +129,7 @@ class Tls:
         """For a server. ConfigurationError if there is no certificate to show."""
         if self._files.certificate is None:
             raise ConfigurationError(
-                f"{self.folder} holds no {CERTIFICATE} and {KEY}, without which nobody can be served; {_MEND}"
+                f"{self.folder} holds no {CERTIFICATE} and {KEY}, and this role needs them to serve; {_MEND}"
             )
         last = self.generation
 
@@ -310,8 +312,8 @@ def check_plain(peer: object, address: str, token: str | None, tls: Tls | None, 
     check_address(address)
     if token and tls is None and not insecure and not is_on_this_machine(address):
         raise ConfigurationError(
-            f"refusing to talk to {peer} in plain text, where anybody on the way could read and change all: give "
-            f"certificates with --tls DIR or {TLS_VARIABLE} ({_MEND}), or say --insecure or {INSECURE_VARIABLE}=1"
+            f"refusing to talk to {peer} in plain text, where anyone on the path could read and change all: give "
+            f"certificates with --tls DIR or {TLS_VARIABLE} ({_MEND}), or give --insecure or {INSECURE_VARIABLE}=1"
         )
 
 

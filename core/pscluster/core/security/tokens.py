@@ -122,9 +122,9 @@ class Token(str):
         try:
             self._known = load_token(self._file)._known  # type: ignore[union-attr]  # a file that is named has one
         except ConfigurationError as error:
-            logger.error("the tokens of before stay: %s", error)
+            logger.error("keeping the current tokens: %s", error)
         else:
-            logger.info("%s was read again: it holds %d tokens", self._file, len(self._known))
+            logger.info("reloaded %s: it holds %d tokens", self._file, len(self._known))
         return self._known != before
 
 
@@ -242,7 +242,7 @@ def user_token(environ: Mapping[str, str] = os.environ, *, create: bool) -> Toke
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             create_token_file(file)
         except (OSError, ConfigurationError) as error:
-            logger.warning("no token is used, as none can be kept for this user: %s", error)
+            logger.warning("running without a token, as this user's can't be stored: %s", error)
             return None
         logger.info("made a token for the roles of this user: %s", file)
     try:

@@ -91,7 +91,7 @@ class PeerAddress:
         return f"{self.task} at {self.address}"
 
     def check_plain(self, *, insecure: bool) -> None:
-        """ConfigurationError if what is secret would be sent there as anybody on the way can read it."""
+        """ConfigurationError if what is secret would be sent there as anyone on the path can read it."""
         check_plain(self, self.address, self.token, self.tls, insecure=insecure)
 
 

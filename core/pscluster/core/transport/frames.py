@@ -219,7 +219,7 @@ class Assembler:
     def add(self, frame: FrameMessage, payload: memoryview) -> None:
         """Take one frame. ProtocolError if it contradicts the ones before."""
         if self.complete:
-            raise ProtocolError("a frame after the last one")
+            raise ProtocolError("a frame came after the last one")
         if self._declared is None:
             self._declared = frame.total_bytes
             if self._declared > self._limit:

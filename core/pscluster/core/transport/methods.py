@@ -105,15 +105,15 @@ def _parsed(
 _UNSEEN = (SystemExit, FunctionCancelled)
 
 
-Greet = Callable[[str], None]
+OnAccepted = Callable[[str], None]
 """Is told of every call that was accepted whose it is, as gRPC names the peer."""
 
 
 def _unary(
-    behaviour: Callable[[Any, grpc.ServicerContext], Any], greet: Greet
+    behaviour: Callable[[Any, grpc.ServicerContext], Any], on_accepted: OnAccepted
 ) -> Callable[[Any, grpc.ServicerContext], Any]:
     def call(request: Any, context: grpc.ServicerContext) -> Any:
-        greet(context.peer())
+        on_accepted(context.peer())
         try:
             return behaviour(request, context)
         except PsClusterError as error:
@@ -125,10 +125,10 @@ def _unary(
 
 
 def _streaming(
-    behaviour: Callable[[Any, grpc.ServicerContext], Any], greet: Greet
+    behaviour: Callable[[Any, grpc.ServicerContext], Any], on_accepted: OnAccepted
 ) -> Callable[[Any, grpc.ServicerContext], Any]:
     def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        greet(context.peer())
+        on_accepted(context.peer())
         try:
             yield from behaviour(request, context)
         except PsClusterError as error:
@@ -140,7 +140,7 @@ def _streaming(
 
 
 def generic_handler(
-    service: ServiceDescriptor, servicer: object, greet: Greet = lambda _peer: None
+    service: ServiceDescriptor, servicer: object, on_accepted: OnAccepted = lambda _peer: None
 ) -> grpc.GenericRpcHandler:
     """A handler for all methods of the service, each implemented by the servicer's method in snake case."""
     handlers = {}
@@ -149,7 +149,7 @@ def generic_handler(
         wrap = _streaming if method.server_streaming else _unary
         make = getattr(grpc, f"{method.shape}_rpc_method_handler")
         handlers[method.path.rsplit("/", 1)[1]] = make(
-            wrap(_parsed(method, behaviour), greet), response_serializer=method.serialize_reply
+            wrap(_parsed(method, behaviour), on_accepted), response_serializer=method.serialize_reply
         )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 

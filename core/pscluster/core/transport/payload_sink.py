@@ -1,4 +1,4 @@
-"""Where the payload of a message that comes in frames is to be: received, or copied, straight into its place."""
+"""Puts the payload of a message that comes in frames straight where it belongs, received there or copied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pscluster.core.errors import ProtocolError
 from pscluster.core.transport.frames import head_of, padding, unpack
 
 
-class Landing:
+class PayloadSink:
     """Puts the bytes of a payload where they belong. They come in order, cut anywhere.
 
     Args:
@@ -33,7 +33,7 @@ class Landing:
         self.received = 0
 
     def take(self, start: bytes, size: int) -> list[memoryview] | None:
-        """A frame, or its first bytes: see `data_plane.connection.Place`. ProtocolError if it is more than fits."""
+        """Take a frame, or its first bytes: see `tcp.packets.Place`. ProtocolError if it is more than fits."""
         if len(start) == size:
             frame, payload = unpack(start, self._message_class)
         else:
@@ -47,10 +47,10 @@ class Landing:
         return self._room(size - len(start))
 
     def put(self, frame: Message, payload: memoryview) -> None:
-        """What has come of a frame's payload."""
+        """Put what has come of a frame's payload where it belongs."""
         again = getattr(frame, "again", False)
         if self._last and not again:
-            raise ProtocolError("a frame after the last one")
+            raise ProtocolError("a frame came after the last one")
         if again:
             self._which, self._done, self.missing = self._before
         self._before = self._which, self._done, self.missing
@@ -61,7 +61,7 @@ class Landing:
             at += len(room)
 
     def _room(self, size: int) -> list[memoryview]:
-        """Where the next bytes go."""
+        """Return the memory that the next bytes go to."""
         rooms = []
         while size:
             if self._which == len(self._targets):
@@ -79,5 +79,5 @@ class Landing:
 
     @property
     def complete(self) -> bool:
-        """Has all come, and the word that it is all?"""
+        """Tell whether everything has come, and the last frame with it."""
         return self._last and not self.missing

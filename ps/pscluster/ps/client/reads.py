@@ -21,7 +21,7 @@ from pscluster.core.errors import UnavailableError
 from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.metrics.trace import SESSION_HEADER
 from pscluster.core.transport.frames import ALIGNMENT, Buffer, pack, padding, parts_of, view
-from pscluster.core.transport.payload_sink import Landing
+from pscluster.core.transport.payload_sink import PayloadSink
 from pscluster.ps.client.connections import new_session
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges, padded
 from pscluster.ps.client.read_cache import CacheDecision, ReadCache, cache_bytes
@@ -178,16 +178,16 @@ class Reader:
 
         def attempt() -> None:
             for pieces_read in _divided(parts, whole):
-                landing = Landing(ps_pb2.Reply, [piece.land for piece in pieces_read])
+                sink = PayloadSink(ps_pb2.Reply, [piece.land for piece in pieces_read])
                 name, begin = new_session(), time.monotonic()
                 read = ps_pb2.ReadRequest(job=self._job, items=[piece.item for piece in pieces_read])
                 buffers = padded(view(piece.ids) for piece in pieces_read if piece.ids is not None)
                 request = ps_pb2.Request(read=read, last=True, total_bytes=sum(map(len, buffers)))
                 metadata, question = ((SESSION_HEADER, name),), pack(request, buffers)
-                server.pull(question, metadata, timeout, landing.take)
-                if not landing.complete:
-                    raise UnavailableError(f"the reply ended {landing.missing} bytes too early")
-                self._exchanges.count("pull", index, (name, 1), begin, len(question), landing.received, function)
+                server.pull(question, metadata, timeout, sink.take)
+                if not sink.complete:
+                    raise UnavailableError(f"the reply ended {sink.missing} bytes too early")
+                self._exchanges.count("pull", index, (name, 1), begin, len(question), sink.received, function)
             for part, values in zip(parts, whole, strict=True):
                 if not isinstance(part.land, memoryview):
                     part.land(values)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.transport.frames import padding, view
-from pscluster.core.transport.payload_sink import Landing
+from pscluster.core.transport.payload_sink import PayloadSink
 from pscluster.v1 import ps_pb2
 
 Ids = npt.NDArray[np.int64]
@@ -94,7 +94,7 @@ class Staging:
 
     def __init__(self, arrays: Mapping[int, Array]) -> None:
         self._arrays = arrays
-        self.landing = Landing(ps_pb2.Request, [view(array) for array in arrays.values()])
+        self.sink = PayloadSink(ps_pb2.Request, [view(array) for array in arrays.values()])
 
     def payload(self) -> Payload:
         """All of it, once it has come."""

@@ -1,11 +1,11 @@
-"""The figures of a parameter server."""
+"""The metrics of a parameter server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import ClassVar
 
-from pscluster.core.metrics.registry import OTHER, Figure, Labels, Snapshot, Telemetry
+from pscluster.core.metrics.registry import OTHER, Labels, Metric, Snapshot, Telemetry
 from pscluster.ps.request_metrics import VariableCounts
 from pscluster.ps.server.admission import Budget
 from pscluster.ps.server.role import ParameterServerRole
@@ -13,50 +13,50 @@ from pscluster.ps.spec import OURS, PINNED
 
 _BY = ("variable",)
 
-_OF_VARIABLES: dict[str, tuple[Figure, Callable[[VariableCounts], float]]] = {
-    figure.name: (figure, value)
-    for figure, value in (
-        (Figure("variable_pulls_total", "counter", "shards read, whole or rows", _BY), lambda c: c.pulls),
-        (Figure("variable_pulled_bytes_total", "counter", "values read", _BY), lambda c: c.pulled_bytes),
-        (Figure("variable_pull_seconds_total", "counter", "time to read and send them", _BY), lambda c: c.pull_seconds),
-        (Figure("variable_pushes_total", "counter", "updates of shards applied", _BY), lambda c: c.pushes),
-        (Figure("variable_pushed_bytes_total", "counter", "values of updates applied", _BY), lambda c: c.pushed_bytes),
+_OF_VARIABLES: dict[str, tuple[Metric, Callable[[VariableCounts], float]]] = {
+    metric.name: (metric, value)
+    for metric, value in (
+        (Metric("variable_pulls_total", "counter", "shards read, whole or rows", _BY), lambda c: c.pulls),
+        (Metric("variable_pulled_bytes_total", "counter", "values read", _BY), lambda c: c.pulled_bytes),
+        (Metric("variable_pull_seconds_total", "counter", "time to read and send them", _BY), lambda c: c.pull_seconds),
+        (Metric("variable_pushes_total", "counter", "updates of shards applied", _BY), lambda c: c.pushes),
+        (Metric("variable_pushed_bytes_total", "counter", "values of updates applied", _BY), lambda c: c.pushed_bytes),
         (
-            Figure("variable_push_seconds_total", "counter", "time to apply them, including waits for the shard", _BY),
+            Metric("variable_push_seconds_total", "counter", "time to apply them, including waits for the shard", _BY),
             lambda c: c.push_seconds,
         ),
-        (Figure("variable_rows_read_total", "counter", "rows read by number", _BY), lambda c: c.rows_read),
-        (Figure("variable_rows_updated_total", "counter", "rows updated by number", _BY), lambda c: c.rows_updated),
+        (Metric("variable_rows_read_total", "counter", "rows read by number", _BY), lambda c: c.rows_read),
+        (Metric("variable_rows_updated_total", "counter", "rows updated by number", _BY), lambda c: c.rows_updated),
     )
 }
 
 
 class ServerTelemetry(Telemetry):
-    """See `figures`."""
+    """See `metrics`."""
 
     role: ClassVar[str] = "ps"
-    figures = (
-        Figure("pull_seconds", "histogram", "from the arrival of a read to the end of its reply"),
-        Figure("push_seconds", "histogram", "from the arrival of an update, or of its first frame, to its reply"),
-        Figure("pulled_bytes_total", "counter", "sent in answers to reads"),
-        Figure("pushed_bytes_total", "counter", "received in updates"),
-        Figure("requests_refused_total", "counter", "small requests answered with an error"),
-        Figure("update_staleness_updates", "histogram", "for each update, others' updates since the sender's last one"),
-        Figure("updates_duplicate_total", "counter", "updates dropped because they had already been applied"),
-        Figure("updates_remembered", "gauge", "keys remembered to detect duplicates"),
-        Figure("updates_lost", "gauge", "acknowledged updates lost when a process died, at least", _BY),
-        Figure("lock_waits_total", "counter", "updates that waited for their shard"),
-        Figure("lock_wait_seconds_total", "counter", "time that updates waited for their shard"),
-        Figure("in_flight_bytes", "gauge", "memory for large requests under way"),
-        Figure("variables", "gauge", "variables with shards here"),
-        Figure("variable_bytes", "gauge", "their shards, with what optimizers keep", _BY),
-        *(figure for figure, _ in _OF_VARIABLES.values()),
-        Figure("snapshot_seconds", "histogram", "to save a generation of the state"),
-        Figure("snapshot_bytes_total", "counter", "written of generations"),
-        Figure("snapshot_failures_total", "counter", "generations that could not be saved"),
-        Figure("log_bytes", "gauge", "the log's segment"),
-        Figure("checkpoint_seconds", "histogram", "to write this server's part of a checkpoint"),
-        Figure("checkpoint_bytes_total", "counter", "written of checkpoints"),
+    metrics = (
+        Metric("pull_seconds", "histogram", "from the arrival of a read to the end of its reply"),
+        Metric("push_seconds", "histogram", "from the arrival of an update, or of its first frame, to its reply"),
+        Metric("pulled_bytes_total", "counter", "sent in answers to reads"),
+        Metric("pushed_bytes_total", "counter", "received in updates"),
+        Metric("requests_refused_total", "counter", "small requests answered with an error"),
+        Metric("update_staleness_updates", "histogram", "for each update, others' updates since the sender's last one"),
+        Metric("updates_duplicate_total", "counter", "updates dropped because they had already been applied"),
+        Metric("updates_remembered", "gauge", "keys remembered to detect duplicates"),
+        Metric("updates_lost", "gauge", "acknowledged updates lost when a process died, at least", _BY),
+        Metric("lock_waits_total", "counter", "updates that waited for their shard"),
+        Metric("lock_wait_seconds_total", "counter", "time that updates waited for their shard"),
+        Metric("in_flight_bytes", "gauge", "memory for large requests under way"),
+        Metric("variables", "gauge", "variables with shards here"),
+        Metric("variable_bytes", "gauge", "their shards, with what optimizers keep", _BY),
+        *(metric for metric, _ in _OF_VARIABLES.values()),
+        Metric("snapshot_seconds", "histogram", "to save a generation of the state"),
+        Metric("snapshot_bytes_total", "counter", "written of generations"),
+        Metric("snapshot_failures_total", "counter", "generations that could not be saved"),
+        Metric("log_bytes", "gauge", "the log's segment"),
+        Metric("checkpoint_seconds", "histogram", "to write this server's part of a checkpoint"),
+        Metric("checkpoint_bytes_total", "counter", "written of checkpoints"),
     )
 
     def __init__(self, role: ParameterServerRole, budget: Budget) -> None:
@@ -75,14 +75,14 @@ class ServerTelemetry(Telemetry):
         lost: dict[str, float] = {}
         for name, count in store.lost.items():
             lost[labels.get(name, OTHER)] = lost.get(labels.get(name, OTHER), 0) + count
-        by_figure: dict[str, dict[str, float]] = {name: {} for name in _OF_VARIABLES}
+        by_metric: dict[str, dict[str, float]] = {name: {} for name in _OF_VARIABLES}
         for name, nbytes, counted in traffic:
             label = labels.get(name, OTHER)
             sizes[label] = sizes.get(label, 0) + nbytes
             if name.startswith(PINNED):
                 continue  # when it goes, a counter would fall
-            for figure, (_, value) in _OF_VARIABLES.items():
-                by_figure[figure][label] = by_figure[figure].get(label, 0) + value(counted)
+            for metric, (_, value) in _OF_VARIABLES.items():
+                by_metric[metric][label] = by_metric[metric].get(label, 0) + value(counted)
         return {
             "pull_seconds": counts.pulls.plain(),
             "push_seconds": counts.pushes.plain(),
@@ -98,7 +98,7 @@ class ServerTelemetry(Telemetry):
             "in_flight_bytes": self._budget.used,
             "variables": len(traffic),
             "variable_bytes": sizes,
-            **by_figure,
+            **by_metric,
             "snapshot_seconds": role.manager.saves.plain(),
             "snapshot_bytes_total": role.manager.saved_bytes,
             "snapshot_failures_total": role.manager.failures,

@@ -114,7 +114,7 @@ class WritePath:
             self._make_room()
             self._incoming.assemble(assembler, frames, context)
             if next(frames, None) is not None:
-                raise ProtocolError("a frame after the last one")
+                raise ProtocolError("a frame came after the last one")
             reply = ps_pb2.Reply(id=first.id, last=True)
             if body == "restore":
                 self._restore(_restore_request(Payload(assembler.chunks).joined()), context)
@@ -160,18 +160,18 @@ class WritePath:
         arrays = [self.pool.take(array.shape, array.dtype) for array in there]
         self.pool.shrink(self._budget.left)
         staging = Staging({change.values_at: array for change, array in zip(changes, arrays, strict=True)})
-        landing = staging.landing
-        landing.put(first, payload)
-        server_call(context).receive_into(landing.take)
-        before = landing.missing
+        sink = staging.sink
+        sink.put(first, payload)
+        server_call(context).receive_into(sink.take)
+        before = sink.missing
         with self._incoming.watchdog.with_call(context) as progress:
             for data in frames:
                 if data:  # else it is where it belongs
-                    landing.take(data, len(data))
-                if landing.missing < before:
+                    sink.take(data, len(data))
+                if sink.missing < before:
                     progress()
-                before = landing.missing
-        if not landing.complete:
+                before = sink.missing
+        if not sink.complete:
             raise ProtocolError(CUT_OFF)
         reply = write(self._role.manager, store, first.update, changes, staging.payload(), first.total_bytes)
         of_each = zip(changes, there, arrays, strict=True)

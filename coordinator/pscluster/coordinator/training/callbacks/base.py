@@ -64,7 +64,7 @@ class Training:
     def stop(self, why: str, *, failed: bool = False) -> None:
         """End the training, and say so."""
         self.stop_training, self.stopped, self.failed = True, why, failed
-        logger.warning("the training ends: %s", why)
+        logger.warning("training stops: %s", why)
 
 
 class Callback:
@@ -165,7 +165,7 @@ class CallbackList(Callback):
             try:
                 callback.on_train_interrupted(logs or {})
             except Exception as error:
-                logger.error("the callback %s has failed at the end: %s", type(callback).__name__, error)
+                logger.error("the callback %s failed at the end of training: %s", type(callback).__name__, error)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self.training.epoch, self.training.steps = epoch, 0

@@ -33,7 +33,7 @@ def saved_if_possible(manager: CheckpointManager, wait: bool = True) -> str | No
     try:
         future = manager.save(wait=wait)
     except (CheckpointError, WaitTimeoutError) as error:
-        logger.error("no checkpoint was made, the training goes on: %s", error)
+        logger.error("no checkpoint was made; training continues: %s", error)
         return None
     return future.result() if wait else None
 
@@ -96,7 +96,9 @@ class ModelCheckpoint(_Saving):
     ) -> None:
         super().__init__(directory, save_freq, max_to_keep)
         if save_best_only and save_freq != "epoch":
-            raise ValueError("save_best_only goes with save_freq='epoch': what is best is known behind an epoch")
+            raise ValueError(
+                "save_best_only goes with save_freq='epoch': the best epoch is known only after it has ended"
+            )
         self._monitor = Monitor(monitor, mode, 0.0, initial_value_threshold) if save_best_only else None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -117,7 +119,11 @@ class ModelCheckpoint(_Saving):
         try:
             self.manager.finish()
         except CheckpointError as error:
-            logger.error("who waits for checkpoints in %s is not told that none follows: %s", self.directory, error)
+            logger.error(
+                "could not mark %s as complete; evaluators keep waiting for checkpoints there: %s",
+                self.directory,
+                error,
+            )
 
     def on_train_interrupted(self, logs: Logs | None = None) -> None:
         if self._monitor is None:
@@ -189,7 +195,7 @@ class BackupAndRestore(_Saving):
             try:
                 self.manager.remove_all()
             except CheckpointError as error:
-                logger.error("the backup stays: %s", error)
+                logger.error("could not remove the backup: %s", error)
 
     def on_train_interrupted(self, logs: Logs | None = None) -> None:
         self._save(wait=True)

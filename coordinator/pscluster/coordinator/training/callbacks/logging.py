@@ -43,7 +43,7 @@ class CSVLogger(Callback):
         try:
             self._write({"epoch": epoch, **(logs or {})})
         except OSError as error:
-            logger.error("%s lacks epoch %d, the training goes on: %s", self.filename, epoch, error)
+            logger.error("could not write epoch %d to %s; training continues: %s", epoch, self.filename, error)
 
     def _write(self, logs: Logs) -> None:
         if self._names is None:
@@ -98,7 +98,7 @@ class TensorBoard(Callback):
         try:
             self._writer(kind).scalars(step, numbers)
         except (OSError, ConfigurationError) as error:
-            logger.error("%s lacks step %d, the training goes on: %s", self.log_dir, step, error)
+            logger.error("could not write step %d to %s; training continues: %s", step, self.log_dir, error)
             self._close(kind)  # with half an event at its end nobody reads on: the next one is in another file
 
     def _close(self, kind: str) -> None:

@@ -48,7 +48,7 @@ class Monitor:
         """MisuseError if there will be no such number."""
         if self.name.startswith("val_") and not callback.params.get("validation", True):
             raise MisuseError(
-                f"{type(callback).__name__} goes by {self.name!r}, but nothing is evaluated: give fit() "
+                f"{type(callback).__name__} monitors {self.name!r}, but nothing is evaluated: give fit() "
                 "validation_data, or another monitor"
             )
 
@@ -57,7 +57,7 @@ class Monitor:
         value = (logs or {}).get(self.name)
         if value is None and not self._missed and not self.name.startswith("val_"):  # those are not of every epoch
             self._missed = True
-            logger.warning("a callback goes by %r, which is not among the logs: %s", self.name, list(logs or ()))
+            logger.warning("a callback monitors %r, which is not in the logs: %s", self.name, list(logs or ()))
         return None if value is None else float(value)
 
     def improves(self, value: float) -> bool:

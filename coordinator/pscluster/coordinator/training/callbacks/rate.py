@@ -69,7 +69,7 @@ class ReduceLROnPlateau(Callback):
             self._wait += 1
             if self._wait >= self.patience and rate > self.min_lr:
                 self.optimizer.learning_rate = max(rate * self.factor, self.min_lr)
-                logger.info("epoch %d: the learning rate is %g now", epoch + 1, _rate_of(self.optimizer))
+                logger.info("epoch %d: the learning rate is now %g", epoch + 1, _rate_of(self.optimizer))
                 self._wait, self._cooling = 0, self.cooldown
 
     def state(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class LearningRateScheduler(Callback):
 
 def _rate_of(optimizer: Optimizer) -> float:
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"give the optimizer whose learning rate is to change, not a {type(optimizer).__name__}")
+        raise TypeError(f"give the optimizer whose learning rate should change, not a {type(optimizer).__name__}")
     rate = optimizer.learning_rate
     if isinstance(rate, LearningRateSchedule):
         raise MisuseError(f"the learning rate of {optimizer.name!r} is a schedule: make the optimizer with a number")

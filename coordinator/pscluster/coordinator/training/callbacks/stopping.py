@@ -48,7 +48,9 @@ class EarlyStopping(Callback):
         start_from_epoch: int = 0,
     ) -> None:
         if restore_best_weights and directory is None:
-            raise ValueError("restore_best_weights needs directory=, which all servers see, to keep the best ones in")
+            raise ValueError(
+                "restore_best_weights needs directory=, a directory that all servers share, to save the best variables"
+            )
         self._monitor = Monitor(monitor, mode, min_delta)
         self._baseline = None if baseline is None else Monitor(monitor, mode, min_delta, baseline)
         self.patience = patience
@@ -98,7 +100,7 @@ class EarlyStopping(Callback):
             try:
                 manager.restore(self._saved, progress=False)
             except CheckpointError as error:
-                logger.error("the best variables are not restored, the last ones stay: %s", error)
+                logger.error("could not restore the best variables; keeping the last ones: %s", error)
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best, "best_epoch": self.best_epoch, "wait": self._wait, "saved": self._saved}

@@ -29,7 +29,7 @@ from pscluster.core.transport.tcp.packets import (
     Kind,
     Packet,
     Place,
-    StrangerError,
+    UnknownProtocolError,
     supported,
     tuned,
 )
@@ -62,7 +62,7 @@ _Place = tuple[Where, int]
 
 
 # Of a role of another kind, or of another cluster: what is said of ours is found out over gRPC.
-_OF_STRANGERS = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
+_FROM_OTHER_SERVERS = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
 
 
 class DataStream:
@@ -122,8 +122,8 @@ class DataStream:
         except ClosedError:
             self._broke()
             raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the connection was closed") from None
-        except StrangerError as error:
-            raise self._met_stranger(str(error)) from None
+        except UnknownProtocolError as error:
+            raise self._met_other_server(str(error)) from None
         except ProtocolError as error:
             raise StreamEndedError(grpc.StatusCode.INTERNAL, str(error)) from None
         except OSError as error:
@@ -132,26 +132,26 @@ class DataStream:
         if kind is Kind.MESSAGE:
             return body
         if kind is not Kind.STATUS:
-            raise self._met_stranger("what came is what only clients send")
+            raise self._met_other_server("what came is what only clients send")
         try:
             status = data_plane_pb2.DataStatus.FromString(body)
         except DecodeError as error:
-            raise self._met_stranger(f"what came is no status: {error}") from None
+            raise self._met_other_server(f"what came is no status: {error}") from None
         if self._ended:
             self.reusable = self._connection
         code = CODES.get(status.code, grpc.StatusCode.UNKNOWN)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not status.trailing:  # no error of the method's
             self._on_useless(status.details)
             code = grpc.StatusCode.UNAVAILABLE
-        elif code in _OF_STRANGERS:
-            raise self._met_stranger(status.details)
+        elif code in _FROM_OTHER_SERVERS:
+            raise self._met_other_server(status.details)
         raise StreamEndedError(code, status.details, tuple((pair.key, pair.value) for pair in status.trailing))
 
     def _broke(self) -> None:
         if not self._shut:
             self._on_broken()
 
-    def _met_stranger(self, why: str) -> StreamEndedError:
+    def _met_other_server(self, why: str) -> StreamEndedError:
         """Somebody else has the port: the role has died, and will say, over gRPC, where it is now."""
         self.reusable = None
         self._on_useless(why)
@@ -363,7 +363,7 @@ class DataPort:
         self.drop()
         where, _ = failed
         what = f"socket {where}" if isinstance(where, str) else f"port {where[1]}"
-        logger.info("%s: its data %s can't be used (%s): over gRPC for now", self._name, what, why)
+        logger.info("%s: its data %s can't be used (%s): using gRPC for now", self._name, what, why)
 
     def _broke(self, failed: _Place | None) -> None:
         """A connection has ended that was one to the role."""

@@ -97,7 +97,7 @@ class DataContext(ServerCall, grpc.ServicerContext):
             try:
                 callback()
             except Exception:
-                logger.exception("at the end of a call")
+                logger.exception("a callback at the end of a call failed")
 
     def cancel(self) -> bool:
         """End it with its connection: whoever reads or writes there is told by an exception."""

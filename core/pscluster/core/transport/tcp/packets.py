@@ -60,7 +60,7 @@ class ClosedError(ConnectionError):
     """The peer has closed the connection, between two packets or within one."""
 
 
-class StrangerError(ProtocolError):
+class UnknownProtocolError(ProtocolError):
     """What came is no packet: it is not a data plane that is there."""
 
 
@@ -155,14 +155,14 @@ class Connection:
 
         Raises:
             ClosedError: there will be no more.
-            StrangerError: it is no packet.
+            UnknownProtocolError: it is no packet.
             ProtocolError: it is one that is too large.
             OSError: the connection is broken.
         """
         size, number, mark, zeros = _HEAD.unpack(self._exactly(_HEAD.size))
         kind = _KINDS.get(number)
         if kind is None or mark != _MARK or zeros:
-            raise StrangerError("what came is no packet of the data plane")
+            raise UnknownProtocolError("what came is no packet of the data plane")
         if size > self.limit:
             raise ProtocolError(f"a message of {size:,} bytes, the limit is {self.limit:,}")
         if announce is not None:

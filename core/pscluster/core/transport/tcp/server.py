@@ -2,8 +2,8 @@
 
 Where there is TLS, a connection begins with its handshake, on the connection's own thread, and READY or a refusal.
 
-Strangers, who have not proved that they know the token or, where there is none, made a call, are few at a time, may
-only send a small packet, and are closed after a while, the oldest first where there are many.
+Unauthenticated peers, which have not proved that they know the token or, where there is none, made a call, are few at
+a time, may only send a small packet, and are closed after a while, the oldest first where there are many.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pscluster.v1 import authentication_pb2, data_plane_pb2
 
 logger = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """Connections at a time on which no call was accepted yet."""
 
 _LOOK_SECONDS = 1.0
@@ -79,7 +79,7 @@ class _Peer:
         self.context: DataContext | None = None
 
     @property
-    def is_stranger(self) -> bool:
+    def is_unauthenticated(self) -> bool:
         """Has no call of it been accepted, and may one still be?"""
         return not (self.known or self.turned_out)
 
@@ -186,7 +186,7 @@ class DataServer:
                 connected, _ = self._listener.accept()
             except OSError as error:
                 if not self._over:
-                    logger.warning("a connection to the data port could not be taken: %s", error)
+                    logger.warning("can't accept a connection to the data port: %s", error)
                     time.sleep(_LOOK_SECONDS)  # as with too many open files: it passes
                 continue
             if not self._may_connect(connected):
@@ -195,7 +195,7 @@ class DataServer:
             try:
                 peer = _Peer(connected, self._tls)
             except ssl.SSLError as error:  # a renewed key may be too short, for one; gRPC takes it
-                logger.error("a connection to the data port could not be taken: %s", error)
+                logger.error("can't accept a connection to the data port: %s", error)
                 connected.close()
                 continue
             except OSError:  # it has gone already
@@ -204,7 +204,7 @@ class DataServer:
             try:
                 self._take(peer)
             except Exception:  # no more threads, for one; the next one may be served
-                logger.exception("a connection to the data port can't be served")
+                logger.exception("can't serve a connection to the data port")
                 self._drop(peer)
 
     def _may_connect(self, connected: socket.socket) -> bool:
@@ -226,9 +226,9 @@ class DataServer:
                 self._peers.add(peer)
                 self._by_number[peer.connection.fileno()] = peer
                 self._epoll.register(peer.connection.fileno(), select.EPOLLRDHUP)
-            strangers = [each for each in self._peers if each.is_stranger]
-        if len(strangers) > MAX_STRANGERS:
-            min(strangers, key=lambda each: each.since).turn_out()
+            unauthenticated = [each for each in self._peers if each.is_unauthenticated]
+        if len(unauthenticated) > MAX_UNAUTHENTICATED:
+            min(unauthenticated, key=lambda each: each.since).turn_out()
         if full:
             with contextlib.suppress(CallBrokenError):
                 self._answer(peer, _status(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more connections are taken here"))
@@ -247,13 +247,13 @@ class DataServer:
             peer.connection.close()  # under the lock: the number is free for another one
 
     def _watch(self) -> None:
-        """Tell the calls whose callers have gone, and close strangers who say nothing."""
+        """Tell the calls whose callers have gone, and close unauthenticated connections that say nothing."""
         while not self._over:
             events = self._epoll.poll(_LOOK_SECONDS)
             with self._lock:
                 gone = [peer for number, _ in events if (peer := self._gone(number)) is not None]
                 late = time.monotonic() - HANDSHAKE_SECONDS
-                silent = [each for each in self._peers if each.is_stranger and each.since < late]
+                silent = [each for each in self._peers if each.is_unauthenticated and each.since < late]
             for peer in gone:
                 peer.gone()
             for peer in silent:

@@ -18,8 +18,8 @@ from pscluster.core.errors import CheckpointMisfitError
 from pscluster.core.intervals import IntervalSet
 
 
-class Visits:
-    """Of one dataset. Its owner serialises the calls.
+class EpochCoverage:
+    """Track the epochs of one dataset. Its owner serialises the calls.
 
     Args:
         length: examples an epoch.
@@ -111,11 +111,11 @@ class Visits:
             epoch, found = int(state["epoch"]), _checked(state["visited"])
             length = state["length"]
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CheckpointMisfitError(f"what was saved is no position of a dataset: {error!r:.200}") from None
+            raise CheckpointMisfitError(f"the saved data is not a position of a dataset: {error!r:.200}") from None
         if length != self.length:
             raise CheckpointMisfitError(
-                f"the position that was saved is of a dataset with {length} examples, and this one has "
-                f"{self.length:,}: give it another name to begin at its start"
+                f"the saved position is of a dataset with {length} examples, and this one has "
+                f"{self.length:,}: give it another name to start at its beginning"
             )
         self.epoch, self._visited, self._given = epoch, {}, {}
         for number, intervals in found.items():

@@ -1,4 +1,4 @@
-"""Figures: histograms, labels, and that every role gives what it says it does."""
+"""Metrics: histograms, labels, and that every role gives what it says it does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling.scheduler import Task
-from pscluster.core.metrics.registry import OTHER, Figure, Histogram, Labels, Snapshot, Telemetry
+from pscluster.core.metrics.registry import OTHER, Histogram, Labels, Metric, Snapshot, Telemetry
 from pscluster.ps.request_metrics import ServiceCounts, VariableCounts
 from pscluster.ps.server.admission import Budget
 from pscluster.ps.server.prepared_reads import PreparedRead
@@ -72,29 +72,29 @@ def test_labels_are_bounded_and_stay() -> None:
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.role)
 def test_names(role: type[Telemetry]) -> None:
     """Names are Prometheus' kind, unique, end in what they count, and each has a sentence."""
-    names = [figure.name for figure in role.described()]
+    names = [metric.name for metric in role.described()]
     assert len(names) == len(set(names))
-    for figure in role.described():
-        assert re.fullmatch(r"[a-z][a-z_]*", figure.name)
-        assert (figure.kind == "counter") == figure.name.endswith("_total"), figure.name
-        assert figure.help
-        if figure.kind == "histogram":
-            assert figure.name.endswith(("_seconds", "_updates"))
+    for metric in role.described():
+        assert re.fullmatch(r"[a-z][a-z_]*", metric.name)
+        assert (metric.kind == "counter") == metric.name.endswith("_total"), metric.name
+        assert metric.help
+        if metric.kind == "histogram":
+            assert metric.name.endswith(("_seconds", "_updates"))
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.role)
 def test_the_document_has_them(role: type[Telemetry]) -> None:
-    """docs/observability.md names every figure of each role, with its labels and what it is, and no other."""
+    """docs/observability.md names every metric of each role, with its labels and what it is, and no other."""
     text = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
-    for figures, title in (
-        (role.figures, f"`pscluster_{role.role}_`"),
-        (role.described()[len(role.figures) :], "role"),
+    for metrics, title in (
+        (role.metrics, f"`pscluster_{role.role}_`"),
+        (role.described()[len(role.metrics) :], "role"),
     ):
         (section,) = re.findall(rf"^### .*{title}\n(.*?)(?=^#|^Where)", text, re.MULTILINE | re.DOTALL)
         rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
         kinds = {"histogram": " (histogram)"}
         assert rows == [
-            [f"| `{each.name}`", ", ".join(each.labels), f"{each.help}{kinds.get(each.kind, '')} |"] for each in figures
+            [f"| `{each.name}`", ", ".join(each.labels), f"{each.help}{kinds.get(each.kind, '')} |"] for each in metrics
         ]
 
 
@@ -144,9 +144,9 @@ def test_an_evaluations_copies_take_no_counts_with_them(monkeypatch: pytest.Monk
     role, counts = ParameterServerRole(0), VariableCounts()
     counts.read(8, 0.1, 1)
     monkeypatch.setattr(role.store, "traffic", lambda: [("own", 16, counts), (f"{PINNED}1/own", 16, counts)])
-    figures = ServerTelemetry(role, Budget(1)).snapshot()
-    assert figures["variable_bytes"] == {"own": 16, OTHER: 16}
-    assert figures["variable_pulls_total"] == {"own": 1}
+    metrics = ServerTelemetry(role, Budget(1)).snapshot()
+    assert metrics["variable_bytes"] == {"own": 16, OTHER: 16}
+    assert metrics["variable_pulls_total"] == {"own": 1}
 
 
 def test_variables_of_the_library_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,28 +154,28 @@ def test_variables_of_the_library_are_not_listed(monkeypatch: pytest.MonkeyPatch
     role, counts = ParameterServerRole(0), VariableCounts()
     counts.read(8, 0.1, 1)
     monkeypatch.setattr(role.store, "traffic", lambda: [(f"{OURS}progress", 32, counts), ("own", 16, counts)])
-    figures = ServerTelemetry(role, Budget(1)).snapshot()
-    assert figures["variable_bytes"] == {"own": 16, OTHER: 32}
-    assert figures["variable_pulls_total"] == {"own": 1, OTHER: 1}
+    metrics = ServerTelemetry(role, Budget(1)).snapshot()
+    assert metrics["variable_bytes"] == {"own": 16, OTHER: 32}
+    assert metrics["variable_pulls_total"] == {"own": 1, OTHER: 1}
     reply = node_pb2.StatusReply()
     role.describe_load(reply, 10)
     assert [load.name for load in reply.busiest] == ["own"]
 
 
 class OneRole(Telemetry):
-    """A role with one figure."""
+    """A role with one metric."""
 
     role = "one"
-    figures = (Figure("things_total", "counter", "things", ("kind",)),)
+    metrics = (Metric("things_total", "counter", "things", ("kind",)),)
 
     def own(self) -> Snapshot:
         return {"things_total": {"a": 1, 'quote " and \\ and\nline': 2}}
 
 
 def test_a_snapshot_has_what_is_described_and_json_can_hold_it() -> None:
-    """Every figure, those that all roles have included."""
+    """Every metric, those that all roles have included."""
     snapshot = OneRole().snapshot()
-    assert set(snapshot) == {figure.name for figure in OneRole.described()}
+    assert set(snapshot) == {metric.name for metric in OneRole.described()}
     assert json.loads(json.dumps(snapshot)) == snapshot
     memory = snapshot["memory_bytes"]
     assert isinstance(memory, int | float)

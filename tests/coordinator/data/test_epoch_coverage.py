@@ -10,8 +10,8 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.conftest import search
 
-from pscluster.coordinator.data.positions import Position
-from pscluster.coordinator.data.visits import Visits
+from pscluster.coordinator.data.dataset_progress import Position
+from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.core.errors import CheckpointMisfitError, MisuseError
 
 LENGTH, KEPT = 11, 10
@@ -23,16 +23,16 @@ class VisitsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.visits = Visits(LENGTH, KEPT)
+        self.coverage = EpochCoverage(LENGTH, KEPT)
         self.given: dict[tuple[int, int], str] = {}  # by epoch and place: "given" or "visited"
         self.pending: list[tuple[int, int, int]] = []
-        self.saved = json.dumps(self.visits.state())
+        self.saved = json.dumps(self.coverage.state())
         self.saved_visited: set[tuple[int, int]] = set()
 
     @rule(most=st.integers(1, 12), epoch=st.integers(0, EPOCHS - 1))
     def take(self, most: int, epoch: int) -> None:
         """The next range is the first places that nobody has, one behind the other."""
-        found = self.visits.take(epoch, lambda start: start + most)
+        found = self.coverage.take(epoch, lambda start: start + most)
         free = [place for place in range(KEPT) if (epoch, place) not in self.given]
         if not free:
             assert found is None
@@ -51,7 +51,7 @@ class VisitsMachine(RuleBasedStateMachine):
         """A function has ended; a second copy of the news changes nothing."""
         epoch, start, stop = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
         for _ in range(2):
-            self.visits.commit(epoch, start, stop)
+            self.coverage.commit(epoch, start, stop)
         self.given |= dict.fromkeys([(epoch, place) for place in range(start, stop)], "visited")
 
     @precondition(lambda self: self.pending)
@@ -59,7 +59,7 @@ class VisitsMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         """A function has failed: its places are free again."""
         epoch, start, stop = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
-        self.visits.release(epoch, start, stop)
+        self.coverage.release(epoch, start, stop)
         for place in range(start, stop):
             del self.given[epoch, place]
 
@@ -68,21 +68,21 @@ class VisitsMachine(RuleBasedStateMachine):
         """Another function had it, too, and has ended well."""
         places = [(epoch, place) for place in range(start, min(start + count, KEPT))]
         if not any(self.given.get(place) == "given" for place in places):
-            self.visits.commit(epoch, start, places[-1][1] + 1)
+            self.coverage.commit(epoch, start, places[-1][1] + 1)
             self.given |= dict.fromkeys(places, "visited")
 
     @rule()
     def save(self) -> None:
         """A checkpoint is made."""
-        self.saved = json.dumps(self.visits.state())
+        self.saved = json.dumps(self.coverage.state())
         self.saved_visited = {place for place, state in self.given.items() if state == "visited"}
 
     @precondition(lambda self: not self.pending)
     @rule()
     def restore(self) -> None:
         """What was visited then, and nothing else, is visited."""
-        self.visits = Visits(LENGTH, KEPT)
-        self.visits.load(json.loads(self.saved))
+        self.coverage = EpochCoverage(LENGTH, KEPT)
+        self.coverage.load(json.loads(self.saved))
         self.given = dict.fromkeys(self.saved_visited, "visited")
 
     @invariant()
@@ -91,10 +91,10 @@ class VisitsMachine(RuleBasedStateMachine):
         states = [[self.given.get((epoch, place)) for place in range(KEPT)] for epoch in range(EPOCHS)]
         whole = [set(state) == {"visited"} for state in states] + [False]
         given = [all(state) for state in states] + [False]
-        assert self.visits.epoch == whole.index(False)
-        assert self.visits.unfinished == given.index(False)
+        assert self.coverage.epoch == whole.index(False)
+        assert self.coverage.unfinished == given.index(False)
         for epoch, state in enumerate(states):
-            assert self.visits.visited(epoch) == state.count("visited")
+            assert self.coverage.visited(epoch) == state.count("visited")
 
 
 TestVisits = VisitsMachine.TestCase
@@ -103,19 +103,19 @@ TestVisits.settings = search(100, 30)
 
 def test_another_length() -> None:
     """A position of another dataset is refused, and nothing has changed."""
-    visits = Visits(10, 10)
-    visits.commit(0, 0, 3)
+    coverage = EpochCoverage(10, 10)
+    coverage.commit(0, 0, 3)
     with pytest.raises(CheckpointMisfitError, match="with 20 examples, and this one has 10: give it another name"):
-        visits.load(Visits(20, 20).state())
-    assert visits.visited(0) == 3
+        coverage.load(EpochCoverage(20, 20).state())
+    assert coverage.visited(0) == 3
 
 
 def test_another_batch_size() -> None:
     """What was kept with smaller batches may be all with larger ones."""
-    visits = Visits(10, 10)
-    visits.commit(0, 0, 9)
-    later = Visits(10, 8)
-    later.load(visits.state())
+    coverage = EpochCoverage(10, 10)
+    coverage.commit(0, 0, 9)
+    later = EpochCoverage(10, 8)
+    later.load(coverage.state())
     assert later.epoch == 1
 
 
@@ -131,7 +131,7 @@ class Owner:
 def test_a_caller_that_was_interrupted() -> None:
     """It gave the range back, though its function was scheduled: that ends, and nothing is counted twice."""
     position, owner = Position(), Owner()
-    position.begin(Visits(10, 10), owner)
+    position.begin(EpochCoverage(10, 10), owner)
     life, _ = position.begin_pass()
     given = position.take(life, up_to(4))
     assert given is not None

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from pscluster.coordinator.data.visits import Visits
+from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.coordinator.job.progress import JobProgress
 from pscluster.coordinator.scheduling.waiting import result_of
 from pscluster.coordinator.variables.creation import VariableCreator
@@ -68,7 +68,7 @@ class Position:
     """
 
     owner: weakref.ref[object]
-    _visits: Visits
+    _coverage: EpochCoverage
 
     def __init__(self) -> None:
         self.moved = False  # since it was written last
@@ -78,21 +78,21 @@ class Position:
         self._done: set[int] = set()  # keys of functions that have ended, which the written position does not show
         self._abandoned: deque[Range] = deque()
 
-    def begin(self, visits: Visits, owner: object) -> None:
+    def begin(self, coverage: EpochCoverage, owner: object) -> None:
         """This dataset goes on from there."""
         with self._lock:
-            self._visits, self.owner = visits, weakref.ref(owner)
+            self._coverage, self.owner = coverage, weakref.ref(owner)
 
     @property
     def epoch(self) -> int:
         """How many epochs were visited wholly."""
-        return self._visits.epoch
+        return self._coverage.epoch
 
     @property
     def visited(self) -> int:
         """How much of the next one."""
         with self._lock:
-            return self._visits.visited(self._visits.epoch)
+            return self._coverage.visited(self._coverage.epoch)
 
     def begin_pass(self) -> tuple[int, int]:
         """The life, and the first epoch of which not all was given out, or was given to nobody who is still there.
@@ -102,7 +102,7 @@ class Position:
         with self._lock:
             while self._abandoned:
                 self._release(self._abandoned.popleft())
-            return self.life, self._visits.unfinished
+            return self.life, self._coverage.unfinished
 
     def take(self, life: int, stop_of: StopOf) -> Range | None:
         """The next range; None if it lies behind what `stop_of` gives.
@@ -117,8 +117,8 @@ class Position:
         """
         with self._lock:
             self.check(life)
-            epoch = self._visits.unfinished
-            found = self._visits.take(epoch, lambda start: stop_of(epoch, start))
+            epoch = self._coverage.unfinished
+            found = self._coverage.take(epoch, lambda start: stop_of(epoch, start))
             return None if found is None else Range(life, epoch, *found)
 
     def check(self, life: int) -> None:
@@ -138,7 +138,7 @@ class Position:
         with self._lock:
             self._leave(given)
             if given.life == self.life:
-                self._visits.commit(given.epoch, given.start, given.stop)
+                self._coverage.commit(given.epoch, given.start, given.stop)
                 self._done.add(key)
                 self.moved = True
 
@@ -162,30 +162,30 @@ class Position:
     def _release(self, given: Range) -> None:
         """Under the lock."""
         if given.life == self.life:
-            self._visits.release(given.epoch, given.start, given.stop)
+            self._coverage.release(given.epoch, given.start, given.stop)
 
     def state(self) -> tuple[dict[str, Any], set[int]]:
         """What was visited, and the keys of the functions that have."""
         with self._lock:
             self.moved = False
-            return self._visits.state(), set(self._done)
+            return self._coverage.state(), set(self._done)
 
     def forgot(self, keys: Iterable[int]) -> None:
         """These keys."""
         with self._lock:
             self._done.difference_update(keys)
 
-    def at(self, state: Mapping[str, Any] | None) -> Visits:
+    def at(self, state: Mapping[str, Any] | None) -> EpochCoverage:
         """What a saved state comes to; None: the beginning. CheckpointMisfitError if it is of another dataset."""
-        visits = Visits(self._visits.length, self._visits.kept)
+        coverage = EpochCoverage(self._coverage.length, self._coverage.kept)
         if state is not None:
-            visits.load(state)
-        return visits
+            coverage.load(state)
+        return coverage
 
-    def restore(self, visits: Visits) -> None:
+    def restore(self, coverage: EpochCoverage) -> None:
         """Go on from there."""
         with self._lock:
-            self._visits, self._done = visits, set()
+            self._coverage, self._done = coverage, set()
             self.life += 1
 
 
@@ -201,8 +201,8 @@ class Endings(Protocol):
         ...
 
 
-class Positions:
-    """Those of a job.
+class DatasetProgress:
+    """Keep how far the distributed datasets of a job are.
 
     Args:
         variables: keep them.
@@ -244,13 +244,13 @@ class Positions:
                 raise MisuseError(
                     f"another dataset named {name!r} is in use, with a position of its own: give this one another name"
                 )
-            visits = Visits(length, kept)
+            coverage = EpochCoverage(length, kept)
             state = self._left.get(name) if position is None else position.state()[0]
             if state is not None:
-                visits.load(state)
+                coverage.load(state)
             if position is None:
                 position = self._entered[name] = Position()
-            position.begin(visits, owner)
+            position.begin(coverage, owner)
             self._left.pop(name, None)
             if self._timer is None:
                 self._timer = threading.Thread(target=self._save_now_and_then, name="positions", daemon=True)
@@ -290,15 +290,15 @@ class Positions:
                 try:
                     self.save()
                 except Exception as error:  # the next one may succeed, and until then there is the last one
-                    logger.warning("the positions of datasets could not be kept: %s", error)
+                    logger.warning("could not save the positions of datasets: %s", error)
 
     def restored(self) -> None:
         """A checkpoint was restored: its positions are those of the datasets."""
         left = self._kept.load()
         with self._lock:
             found = {name: position.at(left.pop(name, None)) for name, position in self._entered.items()}
-            for name, visits in found.items():  # all of them, or none
-                self._entered[name].restore(visits)
+            for name, coverage in found.items():  # all of them, or none
+                self._entered[name].restore(coverage)
             self._left = left
 
     def close(self) -> None:
