@@ -170,7 +170,7 @@ def test_two_coordinators() -> None:
                 ParameterServerStrategy(cluster, job_name="job")
             with ParameterServerStrategy(cluster, job_name="job", take_over=True) as second:
                 assert second.resumed
-                with pytest.raises(StaleError, match="another coordinator has taken it"):
+                with pytest.raises(StaleError, match="another coordinator took it over"):
                     count.assign_add(np.ones(3))
                 with second.scope():
                     mine = Variable(np.full(3, 9.0), name="count")

@@ -589,7 +589,7 @@ def test_numpy_parameters_become_pythons() -> None:
 
 def test_specs_that_make_no_sense_are_refused() -> None:
     """An unknown name or parameter is refused, and a missing seed too, which every shard would draw anew."""
-    with pytest.raises(ValueError, match="there is no initializer 'orthogonal': there are zeros, ones"):
+    with pytest.raises(ValueError, match="there is no initializer 'orthogonal'; choose one of zeros, ones"):
         from_spec("orthogonal", {})
     with pytest.raises(ValueError, match="random_normal has no parameter 'scale': it has mean, stddev, seed"):
         from_spec("random_normal", {"scale": 1, "seed": 1})

@@ -152,7 +152,7 @@ def from_spec(name: str, numbers: Mapping[str, float | int]) -> Initializer:
         ValueError: no such initializer or parameter, no seed where one is needed, or a value out of its limits.
     """
     if name not in INITIALIZERS:
-        raise ValueError(f"there is no initializer {name!r}: there are {', '.join(INITIALIZERS)}")
+        raise ValueError(f"there is no initializer {name!r}; choose one of {', '.join(INITIALIZERS)}")
     kind = INITIALIZERS[name]
     known = [item.name for item in fields(kind)]
     for given in numbers:
@@ -339,7 +339,7 @@ class RandomUniform(_Random):
         if self.minval >= self.maxval:
             raise ValueError(
                 f"{self.name}: minval is {self.minval!r}; it must be below maxval, which is {self.maxval!r} "
-                "and itself never reached: for one value everywhere take Constant"
+                "and itself never reached: for one value everywhere use Constant"
             )
 
     def check(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:

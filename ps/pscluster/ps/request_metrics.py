@@ -53,7 +53,7 @@ class StoreCounts:
             where the sender knew of any.
         duplicates: updates that had been applied before.
         lock_waits: updates that had to wait for another one, or for a reader.
-        lock_seconds: how long they did.
+        lock_seconds: time that updates waited for their shard.
     """
 
     def __init__(self) -> None:

@@ -237,7 +237,7 @@ def test_a_dataset_that_reads_a_variable(strategy: ParameterServerStrategy, coor
     assert set(coordinator.fetch(values, PATIENCE)) <= {8, 2}
     makes = iter(coordinator.create_per_worker_dataset(lambda: [Variable(1)]))
     coordinator.schedule(next, args=(makes,))
-    with pytest.raises(errors.MisuseError, match="a step function, where none can be made"):
+    with pytest.raises(errors.MisuseError, match="a step function, which is not allowed"):
         coordinator.join(PATIENCE)
 
 

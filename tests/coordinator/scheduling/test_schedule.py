@@ -703,8 +703,8 @@ def test_what_stays_in_the_script(
 def test_what_is_made_in_the_script_alone(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:
     """In a function it is an error that says so, and what to do, however one tries."""
     tries: list[tuple[Callable[[], Any], str]] = [
-        (lambda: Variable(1.0), "a Variable was made in a step function, .* in the script, inside .* or pass it"),
-        (lambda: optimizers.SGD(0.1), "optimizer SGD was made in a step function, .* in the script, inside"),
+        (lambda: Variable(1.0), "a Variable was created in a step function, .* in the script, inside .* or pass it"),
+        (lambda: optimizers.SGD(0.1), "optimizer SGD was created in a step function, .* in the script, inside"),
         (lambda: strategy.scope(), "a strategy has no 'scope', only .*: variables, .* are made in the script"),
         (lambda: strategy.variables, "a strategy has no 'variables', only read"),
         (lambda: ClusterCoordinator(strategy), "in a step function: schedule what is to run in the script"),
@@ -1102,7 +1102,7 @@ def test_nothing_is_made_inside_a_step(strategy: ParameterServerStrategy, coordi
     for make in (lambda: Variable(1.0), lambda: optimizers.SGD(0.1)):
         with strategy.scope():
             coordinator.schedule(make)
-        with pytest.raises(errors.MisuseError, match="made in a step function, where none can be made"):
+        with pytest.raises(errors.MisuseError, match="created in a step function, which is not allowed"):
             coordinator.join(PATIENCE)
 
 

@@ -267,7 +267,7 @@ def test_an_optimizer_of_another_strategy(cluster: LocalCluster) -> None:
     with ParameterServerStrategy(cluster) as strategy:
         with strategy.scope():
             w = Variable(np.zeros(2, np.float32), name="w")
-        with pytest.raises(errors.MisuseError, match=r"'w'.*another strategy than optimizer 'old'"):
+        with pytest.raises(errors.MisuseError, match=r"'w'.*a different strategy than optimizer 'old'"):
             old.apply_gradients([(np.ones(2, np.float32), w)])
 
 
@@ -303,7 +303,7 @@ def test_names_of_optimizers(strategy: ParameterServerStrategy) -> None:
     assert given.name == "mine"
     assert len({"w", "mine", *made_up}) == 4
     assert repr(given) == "<Adam 'mine'>"
-    with pytest.raises(errors.MisuseError, match="optimizer Adam was made outside of a strategy's scope"):
+    with pytest.raises(errors.MisuseError, match="optimizer Adam was created outside a strategy's scope"):
         optimizers.Adam()
 
 

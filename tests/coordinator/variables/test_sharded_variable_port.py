@@ -612,7 +612,7 @@ class TestPartitioning:
 
     def test_outside_of_a_scope(self) -> None:
         """There is no variable without servers: the message says where to make it."""
-        with pytest.raises(Exception, match=r"Variable 'homeless' was made outside of a strategy's scope"):
+        with pytest.raises(Exception, match=r"Variable 'homeless' was created outside a strategy's scope"):
             Variable([1], name="homeless")
 
     def test_inside_a_function(self, strategy: ParameterServerStrategy) -> None:
@@ -623,7 +623,7 @@ class TestPartitioning:
             Variable([1.0, 2.0])
 
         coordinator.schedule(step)
-        with pytest.raises(Exception, match="in a step function, where none can be made"):
+        with pytest.raises(Exception, match="in a step function, which is not allowed"):
             coordinator.join()
 
 
@@ -633,7 +633,7 @@ class TestJoined:
     @pytest.mark.parametrize("wrong", [[], (), None, 3, "ab", np.zeros(2), {}], ids=repr)
     def test_no_variables(self, wrong: Any) -> None:
         """None, or no list of them: TypeError."""
-        with pytest.raises(TypeError, match="a ShardedVariable is made of a list of variables, not of"):
+        with pytest.raises(TypeError, match="a ShardedVariable takes a list of variables, not"):
             ShardedVariable(wrong)
 
     def test_what_does_not_fit(self, strategy: ParameterServerStrategy, two_servers: LocalCluster) -> None:
@@ -641,15 +641,15 @@ class TestJoined:
         a, b = make(strategy, np.zeros((2, 3)), 1, name="fit/a"), make(strategy, np.zeros((1, 3)), 1)
         cut, scalar = make(strategy, np.zeros((2, 3)), 2, name="fit/cut"), make(strategy, np.float64(1), 1)
         for wrong in (1.0, np.zeros((2, 3)), None):
-            with pytest.raises(TypeError, match=r"variables\[1\] is an? .*, and no variable: make one with"):
+            with pytest.raises(TypeError, match=r"variables\[1\] is an? .*, not a variable: make one with"):
                 ShardedVariable([a, wrong])  # type: ignore[list-item]
         for other, said in [
             (make(strategy, np.zeros((2, 3), np.float32), 1), r"\[2\] is float32, and the first one float64"),
             (make(strategy, np.zeros((2, 4)), 1), r"\[2\] has shape \(2, 4\), and the first one \(2, 3\): they may"),
             (a, r"\[2\], 'fit/a', is given twice"),
-            (cut, r"\[2\], 'fit/cut', is cut itself"),
+            (cut, r"\[2\], 'fit/cut', is itself partitioned"),
             (cut.variables[0], r"\[2\] is 'fit/cut/part_0', a shard of a variable"),
-            (ShardedVariable([a, b]), r"\[2\], 'ShardedVariable', is cut itself"),
+            (ShardedVariable([a, b]), r"\[2\], 'ShardedVariable', is itself partitioned"),
             (scalar, r"\[2\], .*, is a scalar"),
         ]:
             with pytest.raises(ValueError, match=said):
@@ -699,7 +699,7 @@ class TestJoined:
             adam.apply_gradients([(IndexedSlices(gradient[:2], [3, 0]), each)])
         np.testing.assert_array_equal(v.numpy(), same.numpy())
         np.testing.assert_array_equal(adam.slot(b, "m").numpy(), adam.slot(same, "m").numpy()[1:])
-        with pytest.raises(TypeError, match="slots are kept beside each of"):
+        with pytest.raises(TypeError, match="slots belong to each of"):
             adam.slot(v, "m")
         with pytest.raises(errors.MisuseError, match="is given twice: add its gradients first"):
             adam.apply_gradients([(gradient, v), (gradient[:1], a)])

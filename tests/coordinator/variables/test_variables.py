@@ -181,7 +181,7 @@ def test_each_way_to_convert_is_one_read(cutting: ParameterServerStrategy, table
             tables[0][0].__dlpack__(**refused)
     with cutting.scope():
         half = Variable(np.ones(3), dtype="bfloat16", name="half")
-    with pytest.raises(BufferError, match=r"'half'.* can't be handed over .*view\(torch.bfloat16\)"):
+    with pytest.raises(BufferError, match=r"'half'.* can't be exported .*view\(torch.bfloat16\)"):
         as_tensor(half)
 
 
@@ -662,7 +662,7 @@ def test_names_made_up_step_aside(strategy: ParameterServerStrategy) -> None:
 def test_outside_of_a_scope(strategy: ParameterServerStrategy) -> None:
     """Outside of strategy.scope() nothing can be made, in another thread neither; a sentence says where to make it."""
     with pytest.raises(
-        errors.MisuseError, match="Variable 'w' was made outside of a strategy's scope: make it inside `with"
+        errors.MisuseError, match="Variable 'w' was created outside a strategy's scope: create it inside `with"
     ):
         Variable(0, name="w")
     raised: list[BaseException] = []
@@ -678,7 +678,7 @@ def test_outside_of_a_scope(strategy: ParameterServerStrategy) -> None:
         thread.start()
         thread.join(PATIENCE)
     assert len(raised) == 1
-    with pytest.raises(errors.MisuseError, match="a Variable was made outside of a strategy's scope"):
+    with pytest.raises(errors.MisuseError, match="a Variable was created outside a strategy's scope"):
         Variable(0)
 
 

@@ -86,11 +86,11 @@ class TestAttachment:
         """Nobody ends a job that is another's, not even while its coordinator is out of reach."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
-        with pytest.raises(StaleError, match="ps 0 works for another job"):
+        with pytest.raises(StaleError, match="ps 0 serves another job"):
             attachment.end(B)
         assert attachment.held
         attachment.detach(attachment.number)
-        with pytest.raises(StaleError, match="ps 0 works for another job"):
+        with pytest.raises(StaleError, match="ps 0 serves another job"):
             attachment.end(B)
         assert attachment.job == A
 

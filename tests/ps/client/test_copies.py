@@ -113,7 +113,7 @@ def test_what_optimizers_keep(held: Store, client: Client) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"ends": (3, 6)}, InvalidUpdateError, "'copies/5' can't be a copy of 'v1', which has another shape"),
+        ({"ends": (3, 6)}, InvalidUpdateError, "'copies/5' can't be a copy of 'v1', which has a different shape"),
         ({"dtype": "float32"}, InvalidUpdateError, "can't be a copy of 'v1'"),
         ({"owners": (0, 1)}, InvalidUpdateError, "can't be a copy of 'v1'"),
         ({"trainable": True}, InvalidUpdateError, "can't be a copy of 'v1'"),
@@ -132,7 +132,11 @@ def test_of_nothing(held: Store) -> None:
     """A source that is not there, or is not said."""
     request = copying(held, 1, 5)
     for numbers, error, said in (
-        ('{"variable": 9, "optimizers": []}', UnknownVariableError, "'copies/5' is to be a copy of number 9, which is"),
+        (
+            '{"variable": 9, "optimizers": []}',
+            UnknownVariableError,
+            "'copies/5' can't be a copy of variable 9, which is",
+        ),
         ('{"variable": 1}', ProtocolError, "a copy of nothing: KeyError"),
         ("[]", ProtocolError, "a copy of nothing"),
         ("", ProtocolError, "a copy of nothing"),
@@ -152,7 +156,7 @@ def test_deleted_together(held: Store) -> None:
     held.delete("", prefix="copies/1/")
     assert [each.spec.name for each in held.held()[0]] == ["v1", "copies/0/5"]
     for request in requests[1:]:
-        with pytest.raises(StaleError, match="was deleted with all others"):
+        with pytest.raises(StaleError, match="was deleted, with all others"):
             make(held, request)
     held.delete("", prefix="copies/1/")
     held.take_over(JOB + 1)

@@ -85,7 +85,7 @@ def test_mean_squared_error() -> None:
     metric = metrics.MeanSquaredError("squares")
     metric.update_state([[1.0, 2.0]], [[2.0, 4.0]])
     assert metric.result() == 2.5
-    with pytest.raises(errors.MisuseError, match="give predictions of the labels' shape"):
+    with pytest.raises(errors.MisuseError, match="give predictions with the shape of the labels"):
         metric.update_state([1.0, 2.0], [[1.0, 2.0]])
 
 
@@ -103,7 +103,7 @@ def test_precision_and_recall() -> None:
     assert low.result() == 1.0
     with pytest.raises(errors.MisuseError, match="the labels must be 0 or 1"):
         low.update_state([2], [0.5])
-    with pytest.raises(errors.MisuseError, match="NaN is among the predictions"):
+    with pytest.raises(errors.MisuseError, match="the predictions contain NaN"):
         low.update_state([1, 1], [0.5, np.nan])
 
 
@@ -122,7 +122,7 @@ def test_auc() -> None:
     true, false = (positive > 0.5).mean(), (negative > 0.5).mean()
     assert coarse.result() == pytest.approx((1 + true) / 2 * (1 - false) + true / 2 * false)
     assert metrics.AUC("of none").result() == 0.0
-    with pytest.raises(errors.MisuseError, match="the scores reach from -1 to 2; give probabilities"):
+    with pytest.raises(errors.MisuseError, match="the scores range from -1 to 2; give probabilities"):
         fine.update_state([0, 1], [-1.0, 2.0])
     with pytest.raises(
         ValueError, match="num_thresholds is 1; it must be a whole number, at least 2 and at most 1,000,000"
@@ -212,13 +212,13 @@ def test_outside_of_a_scope() -> None:
     with creating_with(None):  # type: ignore[arg-type]
         mean = metrics.Mean("homeless")
     for call in (lambda: mean.update_state(1.0), mean.result, mean.reset_states):
-        with pytest.raises(errors.MisuseError, match=r"outside of `with strategy\.scope.*give it to evaluate"):
+        with pytest.raises(errors.MisuseError, match=r"outside of `with strategy\.scope.*pass it to evaluate"):
             call()
 
 
 def test_a_class_derived_from_a_metric() -> None:
     """Workers would not know it: that is said where it is written, with what to write instead."""
-    with pytest.raises(TypeError, match=r"Twice can't be derived from .* and the methods initial, update, merge"):
+    with pytest.raises(TypeError, match=r"Twice can't be a subclass of .* and the methods initial, update, merge"):
         type("Twice", (metrics.Mean,), {})
 
 

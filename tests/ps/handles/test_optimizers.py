@@ -348,7 +348,7 @@ class TestLearningRate:
         """An argument that there is not is no silent default: a misspelt clipnorm would clip nothing."""
         with pytest.raises(TypeError, match="SGD has no argument 'clipnrom'"):
             optimizers.SGD(0.1, clipnrom=1.0)  # type: ignore[call-arg]
-        with pytest.raises(TypeError, match="weight_decay is a rule's own business"):
+        with pytest.raises(TypeError, match="weight_decay belongs to the rule"):
             optimizers.Optimizer(optim.SGD(0.1), weight_decay=0.1)
 
 
@@ -533,7 +533,7 @@ class TestSlots:
             lambda: optimizer.apply_gradients([(np.ones(SHAPE), slot)]),
         ]
         for call in calls:
-            with pytest.raises(errors.MisuseError, match="is kept by its optimizer: it can be read, not assigned"):
+            with pytest.raises(errors.MisuseError, match="belongs to its optimizer: it can be read, but not assigned"):
                 call()
 
     def test_one_that_there_is_not(self) -> None:

@@ -689,7 +689,7 @@ def test_numbers_become_floats() -> None:
         ),
         (
             lambda: Ftrl(l2_shrinkage_regularization_strength=1, initial_accumulator_value=0),
-            "divides by 0 where there was no gradient yet: make one of them positive",
+            "would divide by 0 before the first gradient: make one of them positive",
         ),
         (
             lambda: Lion.from_spec({"beta": 1.0}, {}),

@@ -191,7 +191,7 @@ def test_rates_are_plain_floats(schedule: LearningRateSchedule) -> None:
 def test_steps_that_make_no_sense_are_refused() -> None:
     """A negative step is refused with the convention, a fraction of a step as no integer."""
     schedule = ExponentialDecay(0.1, 10, 0.5)
-    with pytest.raises(ValueError, match="step -1 is below 0: a schedule is asked with the number of updates applied"):
+    with pytest.raises(ValueError, match="step -1 is below 0: a schedule takes the number of updates applied"):
         schedule(-1)
     with pytest.raises(TypeError):
         schedule(1.5)  # type: ignore[arg-type]
@@ -349,7 +349,7 @@ def test_numpy_parameters_become_pythons() -> None:
 
 def test_specs_that_make_no_sense_are_refused() -> None:
     """An unknown name or parameter, one that is missing, or a wrong value in a nested one is refused."""
-    with pytest.raises(ValueError, match="there is no schedule 'linear': there are exponential_decay, "):
+    with pytest.raises(ValueError, match="there is no schedule 'linear'; choose one of exponential_decay, "):
         from_spec({"name": "linear"})
     with pytest.raises(ValueError, match="there is no schedule None"):
         from_spec({})

@@ -81,7 +81,7 @@ def test_updates_and_reads(w: Variable, do: Callable[[Variable], object], said: 
         (lambda w: embedding_lookup([None], [[0]]), "not a NoneType"),  # type: ignore[list-item]
         (lambda w: embedding_bag([w, w], [[0]]), "one variable"),  # type: ignore[arg-type]
         (lambda w: optimizers.SGD().apply_gradients([w]), "pairs"),
-        (lambda w: optimizers.SGD().slot(None, "m"), "beside a NoneType"),  # type: ignore[arg-type]
+        (lambda w: optimizers.SGD().slot(None, "m"), "not to a NoneType"),  # type: ignore[arg-type]
         (lambda w: list(Variable(1.5)), "scalar"),
     ],
 )

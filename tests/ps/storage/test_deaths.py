@@ -486,7 +486,7 @@ class ServerMachine(RuleBasedStateMachine):
             assert isinstance(error, StaleError), f"it was to be refused: {error or reply}"
         else:
             assert error is None or (isinstance(error, UnavailableError) and self.disk.failed), error
-            if error is None or "no update is taken" not in str(error):
+            if error is None or "updates are refused" not in str(error):
                 self.applied(sent, None if self.died else reply)
         sent.life = self.lives
         if self.died:
@@ -633,7 +633,7 @@ class ServerMachine(RuleBasedStateMachine):
         self.disk.folder, self.disk.failed = folder, False
         self.settled.clear()
         self.compare(before, perhaps or {})
-        with pytest.raises(UnavailableError, match="waits for its coordinator"):
+        with pytest.raises(UnavailableError, match="is waiting for its coordinator"):
             self.process.push(ps_pb2.Request(update=ps_pb2.UpdateRequest(job=self.job)))
         self.attach()
         again = [sent for sent in self.sent if not self.refused(sent) and (sent.function or not sent.answered)]

@@ -283,7 +283,7 @@ def test_a_rule_by_reference_that_is_another_now(tmp_path: Path, own_rule: OwnRu
         assert found.store.held()[2].keys() == {2}
         client = Client(manager, found.store, 10)
         made = client.made(gradient())
-        with pytest.raises(UnavailableError, match="waits for the rule of optimizer 'mine'"):
+        with pytest.raises(UnavailableError, match="is waiting for the rule of optimizer 'mine'"):
             client.send(made)
         assert client.update(dense(ps_pb2.ADD, np.ones(3, np.float32))).applied == 1
         own_rule.source.write_text(RULE_MODULE)
@@ -485,7 +485,7 @@ def test_damage_to_what_two_generations_share(tmp_path: Path, caplog: pytest.Log
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ConfigurationError, match=r"nothing of the state in .* can be used"):
+    with pytest.raises(ConfigurationError, match=r"none of the state in .* can be used"):
         restored(copy)
     assert caplog.text.count(f"{path.name} is damaged between bytes") == 2
 
@@ -494,7 +494,7 @@ def test_a_state_of_which_nothing_is_whole(saved: Saved, caplog: pytest.LogCaptu
     """A server does not begin anew over it: it says of each generation why, and what to do, and that helps."""
     for name in saved.files:
         (saved.folder / name).write_bytes(b"\0" * 64)
-    with pytest.raises(ConfigurationError, match=r"nothing of the state in .* can be used.*move it away to begin anew"):
+    with pytest.raises(ConfigurationError, match=r"none of the state in .* can be used.*move it away to start over"):
         restored(saved.folder)
     assert caplog.text.count("can't be used") == 2
     assert {path.read_bytes() for path in saved.folder.glob("state-*")} == {b"\0" * 64}, "it is left as it was"
@@ -515,7 +515,7 @@ def test_a_disk_that_can_not_be_read(saved: Saved, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(io, "open", fails)
-        with pytest.raises(ConfigurationError, match=r"can't be read \(Input/output error\): put that right"):
+        with pytest.raises(ConfigurationError, match=r"can't be read \(Input/output error\): fix that"):
             restored(saved.folder)
     assert saved.outcome() == "newest"
 
@@ -597,7 +597,7 @@ def test_a_directory_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest
     """What can be done about it is said."""
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
-        with pytest.raises(ConfigurationError, match=f"can't be kept in {folder} .*--state-dir .*--durability none"):
+        with pytest.raises(ConfigurationError, match=f"can't be stored in {folder} .*--state-dir .*--durability none"):
             StateManager(DurabilityOptions(Durability.SNAPSHOT, folder))
     opened = os.open
 

@@ -458,7 +458,7 @@ def test_a_restored_server_waits_for_its_coordinator(tmp_path: Path) -> None:
     with manager_of(copy) as manager:
         role = ParameterServerRole(0, manager)
         assert role.kept_job == JOB
-        with pytest.raises(UnavailableError, match="waits for its coordinator"):
+        with pytest.raises(UnavailableError, match="is waiting for its coordinator"):
             role.serving()
         request = node_pb2.AttachRequest(job=JOB, closed=[9], finished_starts=[3], finished_stops=[5])
         assert role.attached(request) == LINEAGE.holding
@@ -709,10 +709,10 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
         assert role.store is held
         assert held.job == JOB + 2
         manager.save()
-        with pytest.raises(StaleError, match="works for another job"):
+        with pytest.raises(StaleError, match="serves another job"):
             client.send(late)
         for (request, payload, total), ready in ((checked, placed), (mine, placed_mine)):
-            with pytest.raises(StaleError, match="works for another job"):
+            with pytest.raises(StaleError, match="serves another job"):
                 write(manager, held, request, ready, payload, total)
         assert values_of(held, 1).tolist() == [2] * 3
         if manager._log is not None:
@@ -744,7 +744,7 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
         client = Client(manager, role.serving(), 11)
         again = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
         assert client.send(again).repeated_ == 1
-        with pytest.raises(StaleError, match="works for another job"):
+        with pytest.raises(StaleError, match="serves another job"):
             client.send(late)
 
 

@@ -39,7 +39,7 @@ def test_inside(root: Path, inside: str) -> None:
 def test_outside(root: Path, outside: str) -> None:
     """Dots, links, names that only begin like it, and file systems within others lead out."""
     for protocol in ("", "file://"):
-        with pytest.raises(CheckpointError, match=r"is outside of .*, where this server has its checkpoints"):
+        with pytest.raises(CheckpointError, match=r"is outside of .*, where this server keeps its checkpoints"):
             Roots([str(root)]).path_of(f"{protocol}{root}{outside}", "part")
 
 
@@ -99,5 +99,5 @@ def test_urls(url: str, fine: bool) -> None:
 def test_anywhere(tmp_path: Path) -> None:
     """Without roots every directory will do; the file's name still leads nowhere else."""
     assert Roots().path_of(str(tmp_path), "part-0.safetensors") == f"{tmp_path}/part-0.safetensors"
-    with pytest.raises(CheckpointError, match="is no name of a file"):
+    with pytest.raises(CheckpointError, match="is not the name of a file"):
         Roots().path_of(str(tmp_path), "../part")

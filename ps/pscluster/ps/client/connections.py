@@ -226,7 +226,7 @@ class Server:
             transfer.end()
             replies = list(transfer.replies())
         if len(replies) != 1:
-            raise ProtocolError(f"{len(replies)} answers to one update")
+            raise ProtocolError(f"{len(replies)} replies to one update")
         return replies[0]
 
     def ask(self, method: Any, request: Any, timeout: float) -> Any:
@@ -289,8 +289,8 @@ class Server:
         theirs = self.hello(timeout)
         if self.holding and theirs.holding != self.holding:
             raise PSUnavailableError(
-                f"{self.peer} was restarted and has lost its variables, or works for another job: create them anew, or "
-                "restore a checkpoint, with a new coordinator"
+                f"{self.peer} was restarted and has lost its variables, or serves another job: start a new "
+                "coordinator, and create them again or restore a checkpoint"
             )
 
     def drop_sessions(self) -> None:

@@ -172,7 +172,7 @@ class Exchanges:
         why = explain(server.peer.address, server.peer.tls)
         what = str(last).removeprefix(f"{server.peer} can't be reached: ")
         error = PSUnavailableError(
-            f"{server.peer} can't be reached, tried for {self._retry_seconds:g} s: {why} ({what})"
+            f"{server.peer} is unreachable, retried for {self._retry_seconds:g} s: {why} ({what})"
         )
         self._tell_lost(error)
         return error

@@ -244,4 +244,4 @@ def _deliver(parts: Sequence[ReadPart], reply: ps_pb2.Reply, payload: memoryview
             part.land(values)
         at += part.size + padding(part.size)
     if at != len(payload) or not reply.last:
-        raise UnavailableError(f"the reply of {len(payload)} bytes is not what was asked for")
+        raise UnavailableError(f"the reply of {len(payload)} bytes does not match the request")

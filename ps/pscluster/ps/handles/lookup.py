@@ -113,7 +113,7 @@ def _distinct(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
     wanted, inverses = [], []
     for variable, ids in lookups:
         if not isinstance(variable, Variable):
-            raise TypeError(f"an embedding table is a variable, not a {type(variable).__name__}")
+            raise TypeError(f"an embedding table must be a variable, not a {type(variable).__name__}")
         checked = check_ids(ids, variable.shape[0] if variable.shape else 0, variable.name)
         # With the counts NumPy takes a much faster way than without.
         unique, inverse, _ = np.unique(checked.reshape(-1), return_inverse=True, return_counts=True)

@@ -70,7 +70,7 @@ class Metric(Handle):
         super().__init_subclass__()
         if cls.__module__ != __name__:
             raise TypeError(
-                f"{cls.__qualname__} can't be derived from pscluster's metrics: write a class of its own, with a name "
+                f"{cls.__qualname__} can't be a subclass of pscluster's metrics: write a separate class with a name "
                 "and the methods initial, update, merge and result, which may call another metric's (docs/datasets.md, "
                 "Exact evaluation)"
             )
@@ -107,14 +107,14 @@ class Metric(Handle):
             kind, name, config, lives = json.loads(key)
             cls = _CLASSES.get(kind)
             if cls is None:
-                raise UnknownVariableError(f"there is no metric of the kind {kind!r:.80}")
+                raise UnknownVariableError(f"unknown kind of metric: {kind!r:.80}")
             handle: Metric = object.__new__(cls)
             handle.name, handle._config = str(name), config
             handle._configure(**config)
         except PsClusterError:
             raise
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as error:
-            raise ProtocolError(f"{key[:80]!r} is no key of a metric: {error}") from None
+            raise ProtocolError(f"{key[:80]!r} is not the key of a metric: {error}") from None
         handle._variables = [variable(f"{name}/{state}") for state in handle.initial()] if lives else []
         return handle
 
@@ -149,8 +149,8 @@ class Metric(Handle):
     def _on_servers(self) -> list[Variable]:
         if not self._variables:
             raise MisuseError(
-                f"metric {self.name!r} was made outside of `with strategy.scope():` and keeps nothing: make it there, "
-                "or give it to evaluate()"
+                f"metric {self.name!r} was made outside of `with strategy.scope():` and has no state: make it there, "
+                "or pass it to evaluate()"
             )
         return self._variables
 
@@ -179,7 +179,7 @@ def _numbers(values: npt.ArrayLike, metric: str, what: str) -> npt.NDArray[np.fl
     try:
         array = array_of(values)
     except ValueError as error:  # a ragged list
-        raise MisuseError(f"metric {metric!r}: the {what} are no array: {error}") from None
+        raise MisuseError(f"metric {metric!r}: the {what} are not an array: {error}") from None
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         raise MisuseError(f"metric {metric!r}: the {what} are {array.dtype.name}, but must be real numbers")
     return array.astype(np.float64)
@@ -204,8 +204,8 @@ def _pair(y_true: npt.ArrayLike, y_pred: npt.ArrayLike, metric: str) -> tuple[Fl
     true, predicted = _numbers(y_true, metric, "labels"), _numbers(y_pred, metric, "predictions")
     if true.shape != predicted.shape:
         raise MisuseError(
-            f"metric {metric!r}: y_true has shape {true.shape}, y_pred {predicted.shape}: give predictions of the "
-            "labels' shape"
+            f"metric {metric!r}: y_true has shape {true.shape}, y_pred {predicted.shape}: give predictions with "
+            "the shape of the labels"
         )
     return true, predicted
 
@@ -279,7 +279,7 @@ class Accuracy(_MeanOfPairs):
         if true.shape != predicted.shape:
             raise MisuseError(
                 f"metric {self.name!r}: y_true has shape {true.shape}, y_pred {predicted.shape}: "
-                "give predicted classes of the labels' shape"
+                "give predicted classes with the shape of the labels"
             )
         return np.asarray(true == predicted, np.float64)
 
@@ -322,7 +322,7 @@ class _AtThresholds(_OfPairs):
     ) -> State:
         true, predicted = _pair(y_true, y_pred, self.name)
         if np.isnan(predicted).any():
-            raise MisuseError(f"metric {self.name!r}: NaN is among the predictions")
+            raise MisuseError(f"metric {self.name!r}: the predictions contain NaN")
         if not np.isin(true, (0, 1)).all():
             raise MisuseError(f"metric {self.name!r}: the labels must be 0 or 1, or False or True")
         weights = _weights(true, sample_weight, self.name).ravel()
@@ -383,8 +383,8 @@ class AUC(_AtThresholds):
         scores = _numbers(y_pred, self.name, "predictions")
         if scores.size and not (scores.min() >= 0 and scores.max() <= 1):
             raise MisuseError(
-                f"metric {self.name!r}: the scores reach from {scores.min():g} to {scores.max():g}; give "
-                "probabilities, from 0 to 1"
+                f"metric {self.name!r}: the scores range from {scores.min():g} to {scores.max():g}; give "
+                "probabilities between 0 and 1"
             )
         return super()._amounts(y_true, y_pred, sample_weight)
 

@@ -52,7 +52,7 @@ class Arithmetic:
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """`np.exp(v)`, `array + v` and the like: on the value."""
         if any(isinstance(out, Arithmetic) for out in kwargs.get("out", ())):
-            raise MisuseError(f"{self!r} can't be an `out=`: use its assign(...)")
+            raise MisuseError(f"{self!r} can't be passed as `out=`: use its assign(...)")
         if method == "at" and isinstance(inputs[0], Arithmetic):
             raise MisuseError(f"{self!r} can't be changed by np.{ufunc.__name__}.at: use its scatter methods")
         return getattr(ufunc, method)(*map(_value, inputs), **kwargs)
@@ -85,7 +85,7 @@ class Arithmetic:
         value: Any = self.read_value()
         if value.dtype.name == "bfloat16":
             raise BufferError(
-                f"{self!r} can't be handed over as it is, since NumPy can't say bfloat16 to others: for PyTorch take "
+                f"{self!r} can't be exported as it is, since NumPy's DLPack has no bfloat16: for PyTorch use "
                 "torch.from_numpy(v.numpy().view(np.int16)).view(torch.bfloat16)"
             )
         if not value.flags.writeable:

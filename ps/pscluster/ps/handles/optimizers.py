@@ -142,7 +142,7 @@ class Optimizer(Handle):
                 f"an Optimizer needs an UpdateRule, not a {type(rule).__name__}; see optimizers.SGD and others"
             )
         if "weight_decay" in common:
-            raise TypeError("weight_decay is a rule's own business: give it to the rule, if it has one")
+            raise TypeError("weight_decay belongs to the rule: pass it to the rule, if the rule supports it")
         self._create(rule, schedule, common)
 
     def _create(self, rule: optim.UpdateRule, schedule: LearningRateSchedule | None, common: Common) -> None:
@@ -218,16 +218,16 @@ class Optimizer(Handle):
         else:
             spec.numbers["learning_rate"] = checks.real("learning_rate", value, ", or a schedule", at_least=0)
         if spec.rule == OWN_RULE and not self._forms:
-            raise MisuseError(f"the learning rate of {self.name!r}, a rule of your own, is set on the coordinator only")
+            raise MisuseError(f"the learning rate of {self.name!r}, a custom rule, can be set only on the coordinator")
         self._client.create_optimizer(spec, self._forms)
         self._spec = spec
 
     def slot(self, variable: Variable, name: str) -> SlotVariable:
         """A slot that is kept beside a variable, such as "m" of Adam, to be read like a variable."""
         if not isinstance(variable, Variable) or isinstance(variable, SlotVariable):
-            raise TypeError(f"slots are kept beside variables, not beside a {type(variable).__name__}")
+            raise TypeError(f"slots belong to variables, not to a {type(variable).__name__}")
         if isinstance(variable, JoinedVariable):
-            raise TypeError(f"slots are kept beside each of {variable.member_names}: ask for one of these")
+            raise TypeError(f"slots belong to each of {variable.member_names}: ask for one of these")
         if not name or not isinstance(name, str):
             raise MisuseError(f"a slot's name is a string such as 'm', not {name!r}")
         return SlotVariable.beside(variable, self._spec.id, self.name, name)
@@ -295,7 +295,9 @@ class Optimizer(Handle):
             if gradient is None:
                 continue
             if variable.client is not self._client:
-                raise MisuseError(f"variable {variable.name!r} is of another strategy than optimizer {self.name!r}")
+                raise MisuseError(
+                    f"variable {variable.name!r} belongs to a different strategy than optimizer {self.name!r}"
+                )
             if twice := seen.intersection(variable.member_names):
                 raise MisuseError(f"variable {min(twice)!r} is given twice: add its gradients first")
             seen.update(variable.member_names)

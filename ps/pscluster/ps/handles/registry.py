@@ -49,4 +49,4 @@ def _names(key: str) -> tuple[str, str, str]:
         match json.loads(key):
             case [str() as variable, str() as optimizer, str() as slot]:
                 return variable, optimizer, slot
-    raise ProtocolError(f"{key[:80]!r} names no slot of an optimizer")
+    raise ProtocolError(f"{key[:80]!r} is not the key of an optimizer's slot")

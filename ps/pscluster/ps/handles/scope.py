@@ -109,8 +109,8 @@ def current_creator(what: str) -> Creator:
     if creator is None:
         if current_function() is not None:
             raise MisuseError(
-                f"{what} was made in a step function, where none can be made: make it in the script, inside `with "
+                f"{what} was created in a step function, which is not allowed: create it in the script, inside `with "
                 "strategy.scope():`, and use it here by its name, or pass it as an argument"
             )
-        raise MisuseError(f"{what} was made outside of a strategy's scope: make it inside `with strategy.scope():`")
+        raise MisuseError(f"{what} was created outside a strategy's scope: create it inside `with strategy.scope():`")
     return creator

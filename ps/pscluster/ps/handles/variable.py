@@ -542,7 +542,7 @@ class Variable(Arithmetic, Handle):
         if axis >= self.ndim or tuple(batch) != self.shape[:axis]:
             raise InvalidUpdateError(
                 f"variable {self.name!r} has shape {self.shape}, the indices {np.shape(slices.indices)}: "
-                "all of their axes but the last must be the variable's leading ones"
+                "all of their axes but the last must match the variable's leading axes"
             )
         ids = check_ids(slices.indices, self.shape[axis], self.name)
         values = converted(slices.values, self.dtype, self.name, "values of the rows")
@@ -630,12 +630,12 @@ class Variable(Arithmetic, Handle):
         dense = getattr(slices, "dense_shape", None)
         if dense is not None and tuple(np.asarray(dense).reshape(-1).tolist()) != self.shape:
             raise InvalidUpdateError(
-                f"variable {self.name!r} has shape {self.shape}, but the rows are of an array of dense_shape {dense!r}"
+                f"variable {self.name!r} has shape {self.shape}, but the IndexedSlices has dense_shape {dense!r}"
             )
 
     def _check_writable(self) -> None:
         if self._slot is not None:
-            raise MisuseError(f"{self.name!r} is kept by its optimizer: it can be read, not assigned")
+            raise MisuseError(f"{self.name!r} belongs to its optimizer: it can be read, but not assigned")
 
     def _item(
         self, kind: ps_pb2.UpdateKind, shard: int, nth: int, optimizer: int, rows: ps_pb2.Rows, size: int
@@ -715,7 +715,7 @@ class JoinedVariable(ShardedVariable):
             match json.loads(key):
                 case [str() as name, list(names)] if all(isinstance(each, str) for each in names):
                     return JoinedVariable.of_members([variable(each) for each in names], name)
-        raise ProtocolError(f"{key[:80]!r} names no variables to be joined")
+        raise ProtocolError(f"{key[:80]!r} is not the key of joined variables")
 
     @property
     def handle_key(self) -> str:
@@ -756,18 +756,18 @@ class JoinedVariable(ShardedVariable):
 def _checked_members(variables: object) -> tuple[Variable, ...]:
     if not isinstance(variables, Sequence) or isinstance(variables, str | bytes) or not variables:
         raise TypeError(
-            f"a ShardedVariable is made of a list of variables, not of {variables!r:.80}: give Variable a partitioner "
-            "to have one that is cut"
+            f"a ShardedVariable takes a list of variables, not {variables!r:.80}: to partition a single variable, "
+            "give Variable a partitioner"
         )
     for number, each in enumerate(variables):
         if isinstance(each, Shard):
             raise ValueError(f"variables[{number}] is {each.name!r}, a shard of a variable: give whole variables")
         if not isinstance(each, Variable) or isinstance(each, SlotVariable):
-            raise TypeError(f"variables[{number}] is {describe(each)}, and no variable: make one with Variable(...)")
+            raise TypeError(f"variables[{number}] is {describe(each)}, not a variable: make one with Variable(...)")
         if each.num_shards > 1 or isinstance(each, JoinedVariable):
-            raise ValueError(f"variables[{number}], {each.name!r}, is cut itself: give variables that are whole")
+            raise ValueError(f"variables[{number}], {each.name!r}, is itself partitioned: give variables that are not")
         if not each.shape:
-            raise ValueError(f"variables[{number}], {each.name!r}, is a scalar: it has no axis to join it along")
+            raise ValueError(f"variables[{number}], {each.name!r}, is a scalar: it has no axis to join along")
     first, names = variables[0], [each.name for each in variables]
     for number, each in enumerate(variables):
         if each.dtype != first.dtype:

@@ -211,7 +211,7 @@ def _check(rule: UpdateRule, param: Array, slots: Mapping[str, Array]) -> None:
         if slot.shape != param.shape:
             raise InvalidUpdateError(f"slot {name!r} has shape {slot.shape}, its variable {param.shape}")
         if slot.dtype not in kept_in:
-            raise InvalidUpdateError(f"slot {name!r} is {slot.dtype}, but must be {kept_in[1]} or as its variable")
+            raise InvalidUpdateError(f"slot {name!r} is {slot.dtype}, but must be {kept_in[1]} or the variable's dtype")
     for array in (param, *(slots[name] for name in rule.slots)):
         if not (array.flags.c_contiguous and array.flags.writeable):
             raise InvalidUpdateError("a variable and its slots must be contiguous, writeable arrays")

@@ -465,7 +465,7 @@ class Ftrl(_Decaying):
         ):
             raise ValueError(
                 "ftrl: l2_shrinkage_regularization_strength with initial_accumulator_value, "
-                "l2_regularization_strength and beta all 0 divides by 0 where there was no gradient yet: "
+                "l2_regularization_strength and beta all 0 would divide by 0 before the first gradient: "
                 "make one of them positive"
             )
 

@@ -62,7 +62,7 @@ class LearningRateSchedule(ABC):
         """
         step = operator.index(step)
         if step < 0:
-            raise ValueError(f"step {step} is below 0: a schedule is asked with the number of updates applied before")
+            raise ValueError(f"step {step} is below 0: a schedule takes the number of updates applied so far")
         return self.at(step)
 
     @abstractmethod
@@ -85,7 +85,7 @@ def from_spec(spec: Mapping[str, Any]) -> LearningRateSchedule:
         raise ValueError(f"a schedule is an object with a name and parameters, not {spec!r:.40}")
     name = spec.get("name")
     if not isinstance(name, str) or name not in SCHEDULES:
-        raise ValueError(f"there is no schedule {name!r}: there are {', '.join(SCHEDULES)}")
+        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     kind = SCHEDULES[name]
     values = {
         item: from_spec(value) if isinstance(value, Mapping) else value
@@ -161,7 +161,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         if len(self.values) != len(self.boundaries) + 1:
             raise ValueError(
                 f"{self.name}: there are {len(self.values)} values for {len(self.boundaries)} boundaries, but there "
-                "must be one more than boundaries: the last is for all steps behind the last boundary"
+                "must be one more value than boundaries: the last is for all steps after the last boundary"
             )
 
     def at(self, step: int) -> float:
@@ -256,7 +256,7 @@ class CosineDecay(LearningRateSchedule):
         if (self.warmup_target is None) is not (self.warmup_steps == 0):
             raise ValueError(
                 f"{self.name}: warmup_target is {self.warmup_target!r} and warmup_steps is {self.warmup_steps}: "
-                "a warm-up needs both, a rate and 1 step or more; without one leave out both"
+                "a warm-up needs both a rate and at least 1 step; for none, leave out both"
             )
 
     def at(self, step: int) -> float:

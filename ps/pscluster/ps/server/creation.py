@@ -31,7 +31,7 @@ def expected_bytes(store: Store, request: ps_pb2.CreateRequest) -> int | None:
         return None
     spec = request.variable
     if spec.id == 0 or not spec.name:
-        raise ProtocolError("a variable without a number or a name")
+        raise ProtocolError("a variable needs an id and a name")
     check_name(spec.name, "a variable's name")
     store.check_name(spec)
     if request.HasField("initializer"):
@@ -73,21 +73,23 @@ def _copied(store: Store, spec: ps_pb2.VariableSpec, initializer: ps_pb2.Initial
         raise ProtocolError(f"variable {spec.name!r}, a copy of nothing: {error!r}") from None
     held = store.directory.variables.get(source)
     if held is None:
-        raise UnknownVariableError(f"variable {spec.name!r} is to be a copy of number {source}, which is not here")
+        raise UnknownVariableError(
+            f"variable {spec.name!r} can't be a copy of variable {source}, which is not on this server"
+        )
     same = ps_pb2.VariableSpec()
     same.CopyFrom(held.spec)
     same.id, same.name = spec.id, spec.name
     if same != spec:
         raise InvalidUpdateError(
-            f"variable {spec.name!r} can't be a copy of {held.spec.name!r}, which has another shape, type, cut or "
-            "places"
+            f"variable {spec.name!r} can't be a copy of {held.spec.name!r}, which has a different shape, "
+            "dtype, partition or placement"
         )
     try:
         return {number: shard.copy(optimizers) for number, shard in held.shards.items()}
     except MemoryError:
         size = sum(shard.nbytes for shard in held.shards.values())
         raise InvalidUpdateError(
-            f"ps {store.index} has no memory for a copy of {held.spec.name!r}, up to {size:,} bytes"
+            f"ps {store.index} has too little memory for a copy of {held.spec.name!r}, up to {size:,} bytes"
         ) from None
 
 
@@ -115,13 +117,13 @@ def _given(
 def _create_optimizer(store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> None:
     spec = request.optimizer
     if not spec.id or not spec.name:
-        raise ProtocolError("an optimizer without a number or a name")
+        raise ProtocolError("an optimizer needs an id and a name")
     check_name(spec.name, "an optimizer's name")
     rule_class: Any = RULES.get(spec.rule)
     if request.HasField("rule"):
         rule_class = resolve(request.rule, payload.joined(), no_handles)
     if not (isinstance(rule_class, type) and issubclass(rule_class, UpdateRule)):
-        raise InvalidUpdateError(f"{spec.rule!r} is no update rule; there are {', '.join(sorted(RULES))}")
+        raise InvalidUpdateError(f"{spec.rule!r} is not an update rule; choose one of {', '.join(sorted(RULES))}")
     try:
         rule = rule_class.from_spec(spec.numbers, spec.flags)
         if spec.schedule:

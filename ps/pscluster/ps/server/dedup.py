@@ -62,7 +62,7 @@ class Ledger:
         if origin.term < self.term:
             raise StaleError("a checkpoint was restored since this update was sent: it is not applied")
         if origin.incarnation in self._closed:
-            raise StaleError("this worker was given up for dead and its functions went to others")
+            raise StaleError("this worker was given up for dead, and its functions were given to others")
         if origin.function:
             if origin.function in self._finished:
                 raise StaleError(f"function {origin.function} has ended: its late update is not applied")

@@ -71,7 +71,7 @@ class Directory:
         """Return a variable and one of its shards. UnknownVariableError if it does not live here."""
         held = self.variables.get(variable)
         if held is None:
-            raise UnknownVariableError(f"there is no variable number {variable} in this job")
+            raise UnknownVariableError(f"there is no variable with id {variable} in this job")
         if shard not in held.shards:
             raise UnknownVariableError(f"shard {shard} of {held.spec.name!r} does not live on ps {self._server}")
         return held, held.shards[shard]
@@ -80,9 +80,11 @@ class Directory:
         """Return an optimizer. UnknownVariableError if there is none; UnavailableError if its rule is awaited."""
         known = self._optimizers.get(number)
         if known is None and number in self._awaited:
-            raise UnavailableError(f"ps {self._server} waits for the rule of optimizer {self._awaited[number].name!r}")
+            raise UnavailableError(
+                f"ps {self._server} is waiting for the rule of optimizer {self._awaited[number].name!r}"
+            )
         if known is None:
-            raise UnknownVariableError(f"there is no optimizer number {number} in this job")
+            raise UnknownVariableError(f"there is no optimizer with id {number} in this job")
         return known
 
     # Under the owner's lock
@@ -103,7 +105,7 @@ class Directory:
     def check_name(self, spec: ps_pb2.VariableSpec) -> None:
         """Refuse a variable whose name is taken or was deleted."""
         if spec.name.startswith(tuple(self._deleted_prefixes)):
-            raise StaleError(f"variable {spec.name!r} was deleted with all others whose names begin like it")
+            raise StaleError(f"variable {spec.name!r} was deleted, with all others whose names share its prefix")
         # The same spec again is a repetition of this request: its first answer was lost.
         if any(held.spec.name == spec.name and held.spec != spec for held in self.variables.values()):
             raise InvalidUpdateError(f"there is a variable {spec.name!r} already: names are unique in a strategy")

@@ -46,7 +46,7 @@ def _call(function: Callable[..., Any], shape: tuple[int, ...], start: tuple[int
         with contextlib.suppress(ValueError):
             value = np.broadcast_to(value, shape)[index]
     if value.shape != out.shape:
-        raise ValueError(f"it gave an array of shape {value.shape} where {wanted} was asked for")
+        raise ValueError(f"it returned an array of shape {value.shape}, but {wanted} was expected")
     np.copyto(out, converted(value, out.dtype, name, "initial value"))
 
 
@@ -88,7 +88,8 @@ def initial_values(
         block = partition.block(shard)
         size = block.size * dtype.itemsize
         too_large = InvalidUpdateError(
-            f"variable {spec.name!r}: ps {owner} has no memory for {size:,} bytes of it; cut it into more shards"
+            f"variable {spec.name!r}: ps {owner} has too little memory for {size:,} bytes of it: "
+            "partition it into more shards"
         )
         try:
             arrays[shard] = np.empty(block.shape, dtype)
@@ -102,7 +103,7 @@ def initial_values(
             raise too_large from None
         except (Exception, SystemExit) as error:  # the user's function
             raise InvalidUpdateError(
-                f"the initial value of variable {spec.name!r}, shard {shard}, could not be made on ps {owner}: "
+                f"the initial value of variable {spec.name!r}, shard {shard}, could not be computed on ps {owner}: "
                 f"{type(error).__name__}: {error}"
             ) from error
     return arrays

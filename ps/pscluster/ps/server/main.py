@@ -87,7 +87,7 @@ def serve_ps(
         def close() -> None:
             server.leave()
             if not service.drain.close(options.grace):
-                logger.warning("requests were still under way after %g s; they are cut off", options.grace)
+                logger.warning("requests still in progress after %g s were cancelled", options.grace)
             server.stop(SEND_SECONDS)  # streams do not end by themselves
             reach("ps.stop.before")
             role.manager.close()
@@ -135,7 +135,7 @@ def durability_options(
     default=DEFAULT_MIB,
     show_default=True,
     type=click.IntRange(1),
-    help="Memory for large requests in flight, in MiB; beyond it clients wait. Or $PSCLUSTER_IN_FLIGHT_MIB.",
+    help="Memory for large requests in flight, in MiB; clients wait once it is used up. Or $PSCLUSTER_IN_FLIGHT_MIB.",
 )
 @click.option(
     "--durability",
@@ -143,28 +143,28 @@ def durability_options(
     default=Durability.SNAPSHOT.value,
     show_default=True,
     type=click.Choice([kind.value for kind in Durability]),
-    help="What this process's death may cost: all (none), what came since the last snapshot, or nothing (log).",
+    help="What is lost if this process dies: everything (none), updates since the last snapshot, or nothing (log).",
 )
 @click.option(
     "--state-dir",
     type=click.Path(path_type=Path, file_okay=False),
-    help=f"Where state is kept, in a folder for each task. Default: ${STATE_VARIABLE}, or ~/.local/state/pscluster.",
+    help=f"Where to store the state, in one folder per task. Default: ${STATE_VARIABLE}, or ~/.local/state/pscluster.",
 )
 @click.option(
     "--snapshot-seconds",
     default=SNAPSHOT_SECONDS,
     show_default=True,
     type=click.FloatRange(0, 1e6, min_open=True),
-    help="Between two snapshots; longer where one takes more than a tenth of it.",
+    help="Time between snapshots; longer if one takes more than a tenth of it.",
 )
-@click.option("--fsync", is_flag=True, help="Also survive the death of the machine: wait for the disk.")
+@click.option("--fsync", is_flag=True, help="Also survive a crash of the machine, by syncing to disk.")
 @click.option(
     "--checkpoint-root",
     "checkpoint_roots",
     envvar=ROOT_VARIABLE,
     multiple=True,
     metavar="DIRECTORY",
-    help="Write and read checkpoints inside of this directory (or URL) only; may be given again. Default: anywhere.",
+    help="Write and read checkpoints only inside this directory (or URL); may be repeated. Default: anywhere.",
 )
 @data_port_option
 @role_options

@@ -56,7 +56,7 @@ class ParameterServerRole(Role):
     def serving(self) -> Store:
         """The store, for whoever asks for something of it. UnavailableError while it waits for its coordinator."""
         if self.waiting:
-            raise UnavailableError(f"ps {self.store.index} has come back, and waits for its coordinator")
+            raise UnavailableError(f"ps {self.store.index} has restarted and is waiting for its coordinator")
         return self.store
 
     def admit(self, request: node_pb2.AttachRequest) -> None:
@@ -68,11 +68,11 @@ class ParameterServerRole(Role):
             and not request.take_over
             and time.monotonic() < self._own_until
         ):
-            raise UnavailableError("it has come back, and waits for the coordinator that it had; try again")
+            raise UnavailableError("it has restarted and is waiting for its previous coordinator; try again")
         if request.holding and request.holding != mine.holding:
             raise StaleError(
                 "it was restarted, or worked for another coordinator meanwhile, and has lost its shards of all "
-                "variables: start a new coordinator to begin anew"
+                "variables: start a new coordinator to start over"
             )
         if request.lineage and request.lineage == mine.lineage:
             first = request.epoch > mine.epoch

@@ -71,8 +71,8 @@ class Store:
         """StaleError if a request is of another job."""
         if job != self.job or not job:
             raise StaleError(
-                f"ps {self.index} works for another job, or for none: it was restarted and has lost its variables, or "
-                "another coordinator has taken it"
+                f"ps {self.index} serves another job, or none: it was restarted and has lost its variables, or "
+                "another coordinator took it over"
             )
 
     def take_over(self, job: int) -> None:

@@ -22,7 +22,7 @@ _OF_VARIABLES: dict[str, tuple[Metric, Callable[[VariableCounts], float]]] = {
         (Metric("variable_pushes_total", "counter", "updates of shards applied", _BY), lambda c: c.pushes),
         (Metric("variable_pushed_bytes_total", "counter", "values of updates applied", _BY), lambda c: c.pushed_bytes),
         (
-            Metric("variable_push_seconds_total", "counter", "time to apply them, waits for the shard included", _BY),
+            Metric("variable_push_seconds_total", "counter", "time to apply them, including waits for the shard", _BY),
             lambda c: c.push_seconds,
         ),
         (Metric("variable_rows_read_total", "counter", "rows read by number", _BY), lambda c: c.rows_read),
@@ -36,17 +36,17 @@ class ServerTelemetry(Telemetry):
 
     role: ClassVar[str] = "ps"
     metrics = (
-        Metric("pull_seconds", "histogram", "from a read's coming to the last of its answer"),
-        Metric("push_seconds", "histogram", "from an update's coming, or the first of it, to its answer"),
+        Metric("pull_seconds", "histogram", "from the arrival of a read to the end of its reply"),
+        Metric("push_seconds", "histogram", "from the arrival of an update, or of its first frame, to its reply"),
         Metric("pulled_bytes_total", "counter", "sent in answers to reads"),
         Metric("pushed_bytes_total", "counter", "received in updates"),
         Metric("requests_refused_total", "counter", "small requests answered with an error"),
-        Metric("update_staleness_updates", "histogram", "others' updates since the sender's last one, of each update"),
-        Metric("updates_duplicate_total", "counter", "updates dropped since they had been applied before"),
-        Metric("updates_remembered", "gauge", "keys kept to find such"),
-        Metric("updates_lost", "gauge", "acknowledged and lost with a process that died, at least", _BY),
+        Metric("update_staleness_updates", "histogram", "for each update, others' updates since the sender's last one"),
+        Metric("updates_duplicate_total", "counter", "updates dropped because they had already been applied"),
+        Metric("updates_remembered", "gauge", "keys remembered to detect duplicates"),
+        Metric("updates_lost", "gauge", "acknowledged updates lost when a process died, at least", _BY),
         Metric("lock_waits_total", "counter", "updates that waited for their shard"),
-        Metric("lock_wait_seconds_total", "counter", "how long they did"),
+        Metric("lock_wait_seconds_total", "counter", "time that updates waited for their shard"),
         Metric("in_flight_bytes", "gauge", "memory for large requests under way"),
         Metric("variables", "gauge", "variables with shards here"),
         Metric("variable_bytes", "gauge", "their shards, with what optimizers keep", _BY),

@@ -235,8 +235,8 @@ def _check_create(store: Store, request: ps_pb2.Request, context: grpc.ServicerC
         raise ProtocolError(f"{request.total_bytes:,} bytes with an optimizer whose rule does not come with it")
     if expected is None and request.total_bytes > MAX_PICKLE_BYTES:
         raise ProtocolError(
-            f"a function or class of {request.total_bytes:,} bytes, the limit is {MAX_PICKLE_BYTES:,}: let it not "
-            "capture what it can load"
+            f"a function or class of {request.total_bytes:,} bytes, the limit is {MAX_PICKLE_BYTES:,}: have it "
+            "load large data instead of capturing it"
         )
     if expected is not None and request.total_bytes != expected:
         raise ProtocolError(f"a creation of {request.total_bytes} bytes whose shards here have {expected}")

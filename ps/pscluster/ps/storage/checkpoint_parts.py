@@ -238,7 +238,7 @@ class Parts:
                 try:
                     target[_box(source.to, source.count)] = values[_box(getattr(source, "from"), source.count)]
                 except (ValueError, IndexError, OverflowError) as error:
-                    raise CheckpointMisfitError(f"{entry.tensor} does not go where it is to: {error}") from None
+                    raise CheckpointMisfitError(f"{entry.tensor} does not fit into its variable: {error}") from None
         with self._lock:
             if number not in self._over:
                 self._staged[number] = staged
@@ -257,7 +257,7 @@ class Parts:
         with _told(done):
             if staged is None or staged.store is not store:
                 raise UnavailableError(
-                    f"ps {store.index} has nothing to restore any more, since it was restarted: restore again"
+                    f"ps {store.index} was restarted and has nothing to restore any more: restore again"
                 )
             self._commit(store, staged, named, term)
             done.set_result(None)

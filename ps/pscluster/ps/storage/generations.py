@@ -63,8 +63,8 @@ class StateDirectory:
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigurationError(
-                f"the state can't be kept in {path} ({error.strerror}): name a directory that can be written with "
-                "--state-dir or PSCLUSTER_STATE_DIR, or say --durability none"
+                f"the state can't be stored in {path} ({error.strerror}): name a writable directory with "
+                "--state-dir or PSCLUSTER_STATE_DIR, or use --durability none"
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,8 +72,8 @@ class StateDirectory:
             other = os.pread(self._lock, 20, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
             raise ConfigurationError(
-                f"another parameter server (pid {other}) keeps its state in {path}: it runs already; if it is another "
-                "cluster's, give each its own --state-dir"
+                f"another parameter server (pid {other}) already keeps its state in {path}; if it belongs to another "
+                "cluster, give each its own --state-dir"
             ) from None
         os.pwrite(self._lock, f"{os.getpid():<19}\n".encode(), 0)
 

@@ -194,7 +194,7 @@ class Log:
         """
         with self._changed:
             if self._plan.broken or self._file < 0:
-                raise UnavailableError(f"no update is taken: {self._plan.broken or 'the server is stopping'}")
+                raise UnavailableError(f"updates are refused: {self._plan.broken or 'the server is stopping'}")
             room = size + _ROOM
             missing = self._end + self._promised + room - self._allocated
             if missing > 0:
@@ -208,8 +208,8 @@ class Log:
                         os.posix_fallocate(self._file, self._allocated, more)
                 except OSError as error:
                     raise UnavailableError(
-                        f"no update is taken, since the log in {self._directory.path} can't grow ({error.strerror}): "
-                        "make room there"
+                        f"updates are refused, since the log in {self._directory.path} can't grow ({error.strerror}): "
+                        "free some disk space there"
                     ) from None
                 self._allocated += more
             self._promised += room
@@ -349,7 +349,7 @@ def records(
                 before, named = generation, frozenset((generation,))
                 continue
             if (before is None and generation != first) or (before is not None and previous not in named):
-                raise DamagedError(f"the segment of the log before {path} is missing, or another one's")
+                raise DamagedError(f"the segment of the log before {path} is missing, or belongs to another log")
             before = generation
             last = path == paths[-1]
             data = bytes(_FIRST) + file.read()  # so that places are those in the file
@@ -401,7 +401,7 @@ def _segment_head(path: Path, data: bytes) -> _Segment:
         ):
             end, synced, count, _ = max(marks)
             return _Segment(generation, previous, boot == boot_id() != b"", end, synced, count)
-    raise DamagedError(f"{path} is damaged at its beginning, or is no segment of a log")
+    raise DamagedError(f"{path} is damaged at its beginning, or is not a segment of a log")
 
 
 def _records_of(
@@ -415,7 +415,7 @@ def _records_of(
         try:
             yield unpack(data[at + _HEAD.size : end], state_pb2.LogRecord, end)
         except ProtocolError as error:
-            raise DamagedError(f"{path} holds at byte {at:,} what is no record: {error}") from None
+            raise DamagedError(f"{path} holds an invalid record at byte {at:,}: {error}") from None
         at, count = end, count + 1
     if at < _has_to_be_whole(data, head, at) or (not last and (at < head.end or any(view[at:]))):
         raise DamagedError(f"{path} is damaged at byte {at:,}, with updates that were acknowledged")

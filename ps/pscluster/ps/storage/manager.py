@@ -141,8 +141,8 @@ class StateManager:
                 store = restored(manifest, self._directory.read_all(manifest))
             except OSError as error:  # what can't be read now may be whole: it is not to be passed over
                 raise ConfigurationError(
-                    f"the state in {self.options.directory} can't be read ({error.strerror or error}): put that right, "
-                    "or move it away to begin anew"
+                    f"the state in {self.options.directory} can't be read ({error.strerror or error}): fix that, "
+                    "or move it away to start over"
                 ) from None
             except (PsClusterError, ValueError, KeyError) as error:
                 damaged += 1
@@ -159,8 +159,8 @@ class StateManager:
         if found is None:
             if damaged:
                 raise ConfigurationError(
-                    f"nothing of the state in {self.options.directory} can be used, as is said above: move it away to "
-                    "begin anew"
+                    f"none of the state in {self.options.directory} can be used; see the messages above, or move "
+                    "it away to start over"
                 )
             return None
         manifest, store = found
@@ -170,10 +170,10 @@ class StateManager:
         except DamagedError as error:
             if self.options.kind is Durability.LOG:
                 raise ConfigurationError(
-                    f"{error}. To go on without the updates behind the last generation, start it once with "
+                    f"{error}. To go on without the updates after the last generation, start it once with "
                     "--durability snapshot"
                 ) from None
-            logger.error("%s: the updates behind the last generation are lost", error)
+            logger.error("%s: the updates after the last generation are lost", error)
             dropped = lost_in(paths, manifest.generation)
             store, logged = restored(manifest, self._directory.read_all(manifest)), 0
             epoch = manifest.epoch
@@ -183,7 +183,7 @@ class StateManager:
         self._job = _Job(store, lineage, saved=manifest, sizes=_sizes(manifest))
         words = f"its state of {max(time.time() - manifest.saved_at, 0):.1f} s ago"
         if self.options.kind is Durability.LOG:
-            words += f" and {logged} updates behind it"
+            words += f" and {logged} updates after it"
         if damaged:
             words += f", since {damaged} newer generation{'s were' if damaged > 1 else ' was'} damaged"
         logger.info("restored %s in %.2f s, from %s", words, time.monotonic() - begin, self.options.directory)
@@ -269,8 +269,8 @@ class StateManager:
         """A rule by value is to be declared. MisuseError if its updates could not be applied again."""
         if self._log is not None:
             raise MisuseError(
-                f"the rule of optimizer {name!r} came as a pickle, which is never kept, so its updates could not be "
-                "applied again from the log: put the class into a module that the servers can import, or use "
+                f"the rule of optimizer {name!r} came as a pickle, which is never stored, so its updates could not be "
+                "replayed from the log: put the class into a module that the servers can import, or use "
                 "durability snapshot"
             )
 
@@ -318,7 +318,7 @@ class StateManager:
             return
         with self._changed:
             if not self._plan.is_saved(self._owed):
-                raise UnavailableError("no update is taken before it is written down that another coordinator goes on")
+                raise UnavailableError("updates are refused until the change of coordinator has been saved")
         job = self._job
         mine = job.lineage if job is not None and job.store is store else Lineage()  # none: its job is over
         optimizers = {change.optimizer.spec.id: change.optimizer for change in changes if change.optimizer is not None}
@@ -436,7 +436,7 @@ class StateManager:
                 self._directory.write_losses(losses_of(job.store, job.lineage.holding))
                 reach("ps.losses.after")
             except OSError as error:
-                logger.error("what was lost could not be written down: %s", error)
+                logger.error("the record of lost updates could not be saved: %s", error)
 
     def _work(self, clear: bool, job: _Job | None) -> None:
         assert self._directory is not None
@@ -492,7 +492,7 @@ class StateManager:
         try:
             self._directory.remove_unused(needed, min(each.generation for each in needed))
         except OSError as error:
-            logger.warning("what is needed no more could not be removed: %s", error)
+            logger.warning("files that are no longer needed could not be removed: %s", error)
 
     @staticmethod
     def _write_shards(job: _Job, variables: list[HeldVariable], manifest: state_pb2.Manifest, data: DataFile) -> None:

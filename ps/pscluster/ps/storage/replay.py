@@ -121,7 +121,7 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
             try:
                 _declare(store, known)
             except PsClusterError as error:  # its module is not here any more, or another version: it is sent again
-                logger.warning("the rule of optimizer %r is awaited: %s", known.spec.name, error)
+                logger.warning("the rule of optimizer %r has not arrived yet: %s", known.spec.name, error)
     with store.ledger() as ledger:
         ledger.open_term(manifest.term)
         for saved in manifest.shards:
@@ -220,7 +220,7 @@ class Replay:
         if record.holding != self._holding:
             return  # of a job before this one, which was still under way as this began
         if record.update.term > self._store.term:
-            raise DamagedError("a checkpoint was restored behind the generation that is used, and is not in the log")
+            raise DamagedError("a checkpoint was restored after the generation that is used, and is not in the log")
         if record.epoch > self.epoch:
             self._store.take_over(record.update.job)
             self.epoch = record.epoch
@@ -260,7 +260,7 @@ class Replay:
         try:
             updates.replay(self._store, request, change, payload, count)
         except Exception as error:
-            raise DamagedError(f"an update in the log can't be applied again: {error}") from error
+            raise DamagedError(f"an update in the log can't be replayed: {error}") from error
         self.applied += 1
 
     def end(self) -> None:
@@ -293,5 +293,5 @@ def replayed(
         if not saved.by_value:
             _declare(store, saved)
     if replay.passed_over:
-        logger.warning("%d updates in the log are of variables that are not there any more", replay.passed_over)
+        logger.warning("%d updates in the log belong to variables that no longer exist", replay.passed_over)
     return replay.applied, replay.epoch

@@ -34,8 +34,8 @@ class Roots:
         found = _found(path)
         if found is None or not any(found.startswith(root.rstrip("/") + "/") for root in self._roots):
             raise CheckpointError(
-                f"{directory[:200]!r} is outside of {self._shown}, where this server has its checkpoints: name a "
-                "directory inside, or start it with another --checkpoint-root"
+                f"{directory[:200]!r} is outside of {self._shown}, where this server keeps its checkpoints: name a "
+                "directory inside it, or start it with another --checkpoint-root"
             )
         return found
 

@@ -83,7 +83,7 @@ class Spill:
                 where = self._folder or "the folder of temporary files"
                 why = str(error)  # not the error, which whoever keeps the record would keep, and the block with it
                 logger.warning(
-                    "what changes before it is written or sent stays in memory: no file in %s: %s", where, why
+                    "old values stay in memory until they are written or sent, for lack of a file in %s: %s", where, why
                 )
             self._fails = True
             return None
@@ -162,7 +162,7 @@ class SavedBlock:
         except OSError as error:
             raise OSError(error.errno, f"old values can't be read back from the disk: {error.strerror}") from None
         if xxhash.xxh3_128_digest(data) != self._sum:
-            raise OSError(errno.EIO, "old values came back from the disk as others")
+            raise OSError(errno.EIO, "old values read back from the disk are damaged")
         return data
 
     def __del__(self) -> None:

@@ -91,7 +91,7 @@ def tensor_name(variable: str, array: str) -> str:
 def join(directory: str, file: str) -> str:
     """The path of a file in a directory. CheckpointError if it would lead elsewhere."""
     if not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
-        raise CheckpointError(f"{file!r} is no name of a file in a checkpoint")
+        raise CheckpointError(f"{file!r} is not the name of a file in a checkpoint")
     return f"{directory.rstrip('/')}/{file}"
 
 
