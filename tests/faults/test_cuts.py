@@ -496,7 +496,9 @@ def broken_off(tmp_path: Path) -> Iterator[tuple[Job, CheckpointManager, list[Va
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Checkpoint, "_paused", restarted)
-            with pytest.raises(UnavailableError, match=r"ps 1 has nothing to restore .*: restore again") as caught:
+            with pytest.raises(
+                UnavailableError, match=r"ps 1 was restarted and has nothing to restore any more: restore again"
+            ) as caught:
                 manager.restore()
         assert not isinstance(caught.value, PSUnavailableError), "the job is not lost"
         with pytest.raises(

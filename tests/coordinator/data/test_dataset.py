@@ -362,7 +362,7 @@ def test_what_cannot_be_read_can_be_skipped(coordinator: ClusterCoordinator, cap
     found = [number for value in values for number in value.fetch()]
     assert sorted(found) == [number for number in range(20) if number % 10 != 3]
     assert (data.skipped, data.epoch) == (2, 1)
-    assert sum("skipped 1: dataset 'data-1'" in record.message for record in caplog.records) == 2
+    assert sum("skipped 1 example: dataset 'data-1'" in record.message for record in caplog.records) == 2
 
     def first(part: Any) -> int:
         return int(next(part))

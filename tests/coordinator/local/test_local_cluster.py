@@ -361,7 +361,7 @@ def test_a_signal_that_is_not_deadly_returns_at_once(house: House) -> None:
     with house.cluster(grace=0.0) as cluster:
         house.wait_for("worker 0 serves")
         cluster.kill("worker", 0, signal.SIGSTOP)
-        with pytest.raises(WaitTimeoutError, match=r"lives on .* after SIGTERM"):
+        with pytest.raises(WaitTimeoutError, match=r"is still alive .* after SIGTERM"):
             cluster.kill("worker", 0, signal.SIGTERM, timeout=0.01)
         cluster.kill("worker", 0, signal.SIGCONT)
 

@@ -281,8 +281,8 @@ def test_one_rule_for_what_is_captured(coordinator: ClusterCoordinator, caplog: 
     assert found() == {2.0}
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text.partition(" that it was")[0] for text in told] == [
-        "loss goes on with the rate",
-        "scores goes on with the rate",
+        "loss keeps using the rate",
+        "scores keeps using the rate",
     ]
     names["helper"].__code__ = (lambda x: -x).__code__
     assert found() == {-2.0}

@@ -350,7 +350,8 @@ class DistributedDataset(StaysHere):
             self._waited += waited
             self._skipped += sum(each.examples for each in skipped)
         for each in skipped:
-            logger.warning("skipped %d examples: %s", each.examples, each.why)
+            noun = "example" if each.examples == 1 else "examples"
+            logger.warning("skipped %d %s: %s", each.examples, noun, each.why)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset {self.name!r}>"

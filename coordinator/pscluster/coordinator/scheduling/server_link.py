@@ -207,7 +207,7 @@ class ServerAttachment:
                 if not self.holding or reply.holding == self.holding:
                     return None
                 return PSUnavailableError(
-                    f"{self.peer} is lost: it was restarted without its variables, or works for another job"
+                    f"{self.peer} is lost: it was restarted without its variables, or serves another job"
                 )
             since = since or asked
             waited = time.monotonic() - min(since, self.gone_since or since)

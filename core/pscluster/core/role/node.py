@@ -79,7 +79,7 @@ class Attachment:
     def end(self, job: int) -> None:
         """The job is over. StaleError if the role is held for another one."""
         if self.job and job != self.job:
-            raise StaleError(f"{self.role} works for another job")
+            raise StaleError(f"{self.role} serves another job")
         self.job, self.holder = 0, ""
         self._open.clear()
 
