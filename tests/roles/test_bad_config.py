@@ -270,7 +270,7 @@ def test_address_in_use(tmp_path: Path) -> None:
         roles.ps().wait_for("serving on")
         with Process([*PSCLUSTER, "ps"], environ(tf_config(cluster, "ps"))) as process:
             assert re.match(
-                r"another parameter server \(pid \d+\) keeps its state in .*--state-dir", complaint(process, 2)
+                r"another parameter server \(pid \d+\) already keeps its state in .*--state-dir", complaint(process, 2)
             )
         for role, command in (("ps", ["ps", "--durability", "none"]), ("chief", ["coordinator", roles.script(JOB)])):
             address = cluster["ps"][0]

@@ -531,7 +531,7 @@ def test_without_a_token_no_pickles(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with Roles(cluster, tmp_path, {"XDG_CONFIG_HOME": str(tmp_path / "file")}) as roles:
         worker, ps = roles.worker(), roles.ps()
-        worker.wait_for("no token is used, as none can be kept for this user")
+        worker.wait_for("running without a token, as this user.s can.t be stored")
         worker.wait_for("any user of this machine can read and change what is here, though not send code")
         worker.wait_for(f"pickles are off here, since this role listens on {cluster['worker'][0]} without a token")
         ps.wait_for("pickles are off here")

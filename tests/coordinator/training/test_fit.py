@@ -247,7 +247,7 @@ def test_files(coordinator: ClusterCoordinator, model: Counted, tmp_path: Path) 
         names.append(str(tmp_path / f"{number}.npy"))
         np.save(names[-1], numbers)
     data = coordinator.distribute_dataset(names, reader=np.load).shuffle().batch(4)
-    with pytest.raises(ValueError, match="can't be counted in a dataset of files: leave"):
+    with pytest.raises(ValueError, match="can't be counted in a dataset of files: omit"):
         coordinator.fit(model.step(), data, steps_per_epoch=2, verbose=0)
     recorder = Recorder()
     history = coordinator.fit(model.step(), data, epochs=2, steps_per_execution=2, callbacks=[recorder], verbose=0)
@@ -501,8 +501,8 @@ def bad_arguments() -> list[tuple[dict[str, Any], type[Exception], str]]:
         ({"data": [1, 2]}, TypeError, r"fit takes a dataset, not a list: give coordinator.distribute_dataset\("),
         ({"verbose": 3}, ValueError, "verbose is 3; it must be 0, 1, 2 or 'auto'"),
         ({"validation_data": [1]}, TypeError, "validation_data is a list: give coordinator.distribute_dataset"),
-        ({"validation_step": len}, ValueError, "go with validation_data: give that, too"),
-        ({"validation_metrics": []}, ValueError, "go with validation_data: give that, too"),
+        ({"validation_step": len}, ValueError, "need validation_data: give it, too"),
+        ({"validation_metrics": []}, ValueError, "need validation_data: give it, too"),
         ({"callbacks": [3]}, TypeError, "instances of pscluster.coordinator.callbacks.Callback, not 3"),
         ({"callbacks": [Callback]}, TypeError, "instances of .*Callback, not <class"),
         ({"callbacks": Callback()}, TypeError, "a list of instances of .*Callback, not a Callback"),
