@@ -33,12 +33,8 @@ from typing import Any, TypeVar
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.scheduling.barriers import Barriers
-from pscluster.coordinator.scheduling.call import (
-    Call,
-)
-from pscluster.coordinator.scheduling.connections import (
-    end_job,
-)
+from pscluster.coordinator.scheduling.call import Call
+from pscluster.coordinator.scheduling.connections import end_job
 from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache
 from pscluster.coordinator.scheduling.hand_over import HandOver
 from pscluster.coordinator.scheduling.loop import end_tasks

@@ -30,7 +30,6 @@ from pscluster.core.security.tls import AUTHORITIES, CERTIFICATE, KEY
 from pscluster.core.transport.unix_sockets import path_of
 
 DAYS = 365
-MAX_DAYS = 36_500
 _CA_DAYS = 3650
 _CA_KEY = "ca.key"
 _JOBS = {"ps": "ps", "worker": "worker", "chief": "coordinator"}

@@ -28,7 +28,6 @@ Array = npt.NDArray[Any]
 
 CHUNK_BYTES = 1 << 20
 _ALIGNMENT = 8  # of the header's length
-_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
 _NAMES = {
     "bool": "BOOL",
